@@ -22,7 +22,8 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", default=QUESTIONS, help="One for each turn.")
     parser.add_argument("--new-tokens", type=int, default=24, help="Maximum tokens of an answer.")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
+    name = args.model or demo_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(name)
     model = enable(AutoModelForCausalLM.from_pretrained(name).float())
     cache = FP8PagedCache(model)
     chat: list[dict[str, str]] = []

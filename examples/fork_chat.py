@@ -27,10 +27,11 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", default=QUESTIONS, help="One for each fork.")
     parser.add_argument("--characters", type=int, default=8000, help="Characters of the document.")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
+    name = args.model or demo_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").float()
 
-    def answer(ids: torch.Tensor, cache: FP8PagedCache) -> str:
+    def generate_answer(ids: torch.Tensor, cache: FP8PagedCache) -> str:
         output = model.generate(ids, cache=cache, max_new_tokens=16, do_sample=False)
         return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -41,23 +42,23 @@ def main() -> None:
     ids_by_position = zip(*(prompt[0].tolist() for prompt in prompts), strict=False)
     are_equal = [len(set(ids)) == 1 for ids in ids_by_position]
     num_shared = [*are_equal[:-1], False].index(False)  # leaves at least one token
-    answer(prompts[0][:, :64], FP8PagedCache(model))  # warm up
+    generate_answer(prompts[0][:, :64], FP8PagedCache(model))  # warm up
 
     start = time.perf_counter()
     cache = FP8PagedCache(model, prefill="stored")
     model(prompts[0][:, :num_shared], cache=cache, logits_to_keep=1)
     print(f"shared: {num_shared} tokens in {cache.budget.num_held} pages")
     forks = [cache.fork() for _ in prompts]
-    answers = [answer(ids, fork) for ids, fork in zip(prompts, forks, strict=True)]
+    answers = [generate_answer(ids, fork) for ids, fork in zip(prompts, forks, strict=True)]
     fork_seconds = time.perf_counter() - start
 
     start = time.perf_counter()
     caches = [FP8PagedCache(model, prefill="stored") for _ in prompts]
-    separate_answers = [answer(*pair) for pair in zip(prompts, caches, strict=True)]
+    separate_answers = list(map(generate_answer, prompts, caches))
     separate_seconds = time.perf_counter() - start
 
-    for question, text in zip(args.questions, answers, strict=True):
-        print(f"{question} {text!r}")
+    for question, answer in zip(args.questions, answers, strict=True):
+        print(f"{question} {answer!r}")
     print(f"the same answers without forks: {answers == separate_answers}")
     separate_pages = sum(separate_cache.budget.num_held for separate_cache in caches)
     print(f"pages: {cache.budget.num_held} with forks, {separate_pages} without")

@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("--max-pages", type=int, default=64, help="Maximum number of pages.")
     parser.add_argument("--chunk", type=int, default=512, help="Tokens per call of the model.")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
+    name = args.model or demo_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     document = tokenizer(pydoc_data.topics.topics["string-methods"], return_tensors="pt").input_ids
@@ -53,11 +54,8 @@ def main() -> None:
     page_bytes = cache.memory_footprint().total_bytes
     # PagedKV tensors have the shape and dtype of dense K and V, so `nbytes` are the dense bytes.
     dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    ratio = page_bytes / dense_bytes
-    print(
-        f"{cache.budget.num_held} pages: {page_bytes:,} bytes, {ratio:.3f} of {dense_bytes:,} "
-        "unquantized"
-    )
+    size = f"{page_bytes:,} bytes, {page_bytes / dense_bytes:.3f} of {dense_bytes:,} unquantized"
+    print(f"{cache.budget.num_held} pages: {size}")
 
 
 if __name__ == "__main__":

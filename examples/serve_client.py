@@ -20,8 +20,10 @@ WORDS = ["sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose"]
 
 @contextlib.contextmanager
 def run_server(model: str | None) -> Iterator[str]:
-    command = [sys.executable, "-m", "hf_fp8kv_cli", "serve", *([model] if model else []),
-               "--port", "0", "--cb-num-blocks", "64", "--cb-block-size", "64"]  # fmt: skip
+    command = [sys.executable, "-m", "hf_fp8kv_cli", "serve", "--port", "0"]
+    command += ["--cb-num-blocks", "64", "--cb-block-size", "64"]
+    if model:
+        command.append(model)
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
         yield next(line.split()[-1] for line in process.stderr if "hf-fp8kv: serving" in line)
@@ -36,17 +38,18 @@ def main() -> None:
     parser.add_argument("--model", help="Model of a started server. Default: the demo model.")
     parser.add_argument("--new-tokens", type=int, default=32, help="Maximum tokens of an answer.")
     args = parser.parse_args()
-    with contextlib.nullcontext(args.url) if args.url else run_server(args.model) as url:
+    server = contextlib.nullcontext(args.url) if args.url else run_server(args.model)
+    with server as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         name = client.models.list().data[0].id
 
         def ask(number: int) -> str:
             question = f"Tell me about the {WORDS[number // 2]}."
-            stream = number % 2 == 0
+            is_streamed = number % 2 == 0
             messages = [{"role": "user", "content": question}]
-            options = {"max_tokens": args.new_tokens, "temperature": 0, "stream": stream}
+            options = {"max_tokens": args.new_tokens, "temperature": 0, "stream": is_streamed}
             response = client.chat.completions.create(model=name, messages=messages, **options)
-            if not stream:
+            if not is_streamed:
                 return response.choices[0].message.content
             return "".join(chunk.choices[0].delta.content or "" for chunk in response)
 

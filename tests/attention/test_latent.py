@@ -445,6 +445,7 @@ def test_compiled_steps_read_latents(prompt_mode: str, make_projection: Any) -> 
             weight *= -3
     assert not counters["graph_break"]
     assert len(widths) == 2
-    # Queries have 16 values for latents and 8 with RoPE. A model that is compiled first expands
-    # the latents.
-    assert set(widths[-1]) == (set() if prompt_mode == "compiled" else {16 + 8})
+    # A model that is compiled first expands the latents. Other queries have 16 values for latents
+    # and 8 with RoPE.
+    expected_widths = set() if prompt_mode == "compiled" else {16 + 8}
+    assert set(widths[-1]) == expected_widths

@@ -176,14 +176,15 @@ def test_every_code_decodes_to_its_definition(fmt, device):
     for code, value in enumerate(actual.tolist()):
         if code % (1 << spec.unused_bits):
             continue
+        sign = -1 if code & 0x80 else 1
         if code in spec.nan_codes:
             assert math.isnan(value), f"{code:#04x}"
         elif code in spec.inf_codes:
-            assert value == (-math.inf if code & 0x80 else math.inf), f"{code:#04x}"
+            assert value == sign * math.inf, f"{code:#04x}"
         else:
             assert Fraction(value) == compute_value(code, spec), f"{code:#04x}"
             # The sign of a zero must match as well.
-            assert math.copysign(1, value) == (-1 if code & 0x80 else 1), f"{code:#04x}"
+            assert math.copysign(1, value) == sign, f"{code:#04x}"
     if fmt.torch_dtype:
         torch.testing.assert_close(
             actual.cpu(), ALL_CODES.view(fmt.torch_dtype).float(), rtol=0, atol=0, equal_nan=True

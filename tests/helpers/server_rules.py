@@ -21,7 +21,7 @@ class LoadError(Exception):
 
 
 def read_checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return the config, and the tensors of the files in the index (with `by_index`) or of all."""
+    """Return the config and the tensors. With `by_index`, read only the files in the index."""
     config = json.loads((folder / "config.json").read_text())
     index_file = folder / "model.safetensors.index.json"
     files = {path.name for path in folder.glob("*.safetensors")}
@@ -81,14 +81,13 @@ def read_scalars(scales: dict[int, dict], num_layers: int) -> ScalePairs:
         for tensor in layer_scales.values():
             if tensor.numel() != 1:
                 raise LoadError(f"layer {index}: expected a scalar, got {tuple(tensor.shape)}")
-        k, v = (
-            layer_scales[side].float().item() if side in layer_scales else -1.0 for side in "kv"
-        )
+        k = layer_scales.get("k", torch.tensor(-1.0)).float().squeeze()
+        v = layer_scales.get("v", torch.tensor(-1.0)).float().squeeze()
         if k <= 0 and v <= 0:
             raise LoadError(f"layer {index}: the server would use a scale of 1.0")
         if not k > 0:
             raise LoadError(f"layer {index}: the assertion k_scale > 0 fails")
-        pairs[index] = (torch.tensor(k), torch.tensor(v if v > 0 else max(k, v)))
+        pairs[index] = (k, v if v > 0 else k)
     return pairs
 
 

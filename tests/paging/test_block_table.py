@@ -80,7 +80,8 @@ def test_full_pages_are_shared_and_partial_pages_are_copied(length, num_copied):
     ((sources, _),) = copy_pages.call_args.args
     assert len(sources) == num_copied
     # A failed call keeps no pages.
-    assert table.allocator.num_held == num_held + (0 if num_copied else 2)
+    num_reserved = 0 if num_copied else 2
+    assert table.allocator.num_held == num_held + num_reserved
     check_tables(table, fork)
 
 
