@@ -57,7 +57,7 @@ __all__ = [
 __version__ = _find_version("hf-fp8kv")
 
 _register()
-# `cache` is below `calibration`, so it cannot import the function that chooses plans.
+# `cache` must not import `calibration`, which has the function that chooses plans.
 _plans.resolve_plan = _resolve_plan
 
 

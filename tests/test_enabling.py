@@ -206,7 +206,7 @@ def test_bits_apply_to_generate_and_engines(model: Any, inputs: Inputs) -> None:
         with pytest.raises(ConfigError, match="plan: expected None with bits=6, got 'int8'"):
             make(model, bits=6, plan="int8")
     for config in (model.config, None):
-        with pytest.raises(ConfigError, match="bits: expected 8 without a model"):
+        with pytest.raises(ConfigError, match="bits: expected 8 for a config"):
             FP8PagedCache(config, bits=6)
     assert read_digest(generate_and_get_cache(model, inputs)) == read_digest(cache)
     assert generate_digest(enable(model), inputs) == choose_plan(model).digest

@@ -179,8 +179,9 @@ class StepDescription(TorchDispatchMode):
             has_mask = any(index.dtype in _MASK_DTYPES for index in inputs[1:])
             tags = [torch.Tag.dynamic_output_shape] if has_mask else []
         for position, parameter in enumerate(func._schema.arguments):
-            is_dropout = parameter.name in ("dropout_p", "train")
-            if is_dropout and args[position : position + 1] in ((), (False,)):
+            # The default of a probability is 0, which is equal to False.
+            value = args[position] if position < len(args) else 0
+            if parameter.name in ("dropout_p", "train") and value == 0:
                 tags = []  # without dropout, an operation draws no numbers
         devices = {tensor.device for tensor in (*inputs, *outputs) if tensor.ndim}
         reads_old_memory = any(
@@ -287,7 +288,7 @@ class CapturedStep:
         model: The model.
         cache: Cache of the decoder's self-attention.
         max_length: Number of tokens per sequence that the call may store.
-        reason: Reason why the steps of this call are not captured, or "".
+        obstacle: Reason why the steps of this call are not captured, or "".
         num_steps, num_replays: Number of calls, and of calls that replayed a graph.
     """
 
@@ -295,7 +296,7 @@ class CapturedStep:
         self.model = model
         self.cache = cache
         self.max_length = max_length
-        self.reason = ""
+        self.obstacle = ""
         self.num_steps = self.num_replays = self._num_key_changes = 0
         self._num_reserved = 0  # number of tokens for which pages are reserved
         # A fork of the cache and the function that prepares the inputs, until a step has succeeded.
@@ -327,8 +328,8 @@ class CapturedStep:
         """Free the graph and the reserved pages, and log why steps were not captured."""
         self._forget()
         self.cache._paged.unreserve()
-        if self.reason:
-            warn_once(_LOG_MESSAGE.format(type(self.model).__name__, self.reason))
+        if self.obstacle:
+            warn_once(_LOG_MESSAGE.format(type(self.model).__name__, self.obstacle))
 
     def reserve(self) -> None:
         """Reserve pages for the next steps, whose addresses are then constant."""
@@ -361,9 +362,9 @@ class CapturedStep:
             except OutOfPagesError as error:
                 self.refuse(str(error))
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, obstacle: str) -> None:
         """Run all later steps of this call eagerly."""
-        self.reason = reason
+        self.obstacle = obstacle
         self._backup = None
         self._forget()
         self.cache._paged.unreserve()
@@ -398,7 +399,7 @@ class CapturedStep:
     def __call__(self, **inputs: Any) -> Any:
         """Compute a step. The next replay overwrites the logits."""
         self.num_steps += 1
-        if self.reason or self._num_reserved < 1:
+        if self.obstacle or self._num_reserved < 1:
             return self.model(**inputs)
         ids = inputs.get("input_ids", inputs.get("decoder_input_ids"))
         is_single_token = ids is not None and ids.shape[1] == 1
@@ -410,7 +411,7 @@ class CapturedStep:
             self._num_reserved = 0
         if not is_single_token:
             self.refuse("a step has several tokens per sequence")
-        elif self._num_reserved < 1 and not self.reason:
+        elif self._num_reserved < 1 and not self.obstacle:
             self.reserve()
         return outputs
 
@@ -432,7 +433,7 @@ class CapturedStep:
             self._graph.replay()
             self.num_replays += 1
         elif len(self._descriptions) < 2:
-            return self._describe()
+            return self._compute_described()
         else:
             graph = GRAPHS[self.model.device.type]()
             try:
@@ -443,7 +444,7 @@ class CapturedStep:
                 self.refuse(str(error))
         return self._result
 
-    def _describe(self) -> Any:
+    def _compute_described(self) -> Any:
         """Compute a step eagerly, and decide whether a graph can repeat it."""
         description = StepDescription(
             self.model.device, is_reserved=not self.cache.options.is_preallocated
@@ -465,7 +466,7 @@ class CapturedStep:
         elif self._descriptions:
             description.report(description.find_difference(self._descriptions[0]))
         self._descriptions.append(description)
-        if description.obstacle and not self.reason:
+        if description.obstacle and not self.obstacle:
             self.refuse(description.obstacle)
         return outputs
 
@@ -505,10 +506,10 @@ def find_obstacle(model: Any, cache: FP8PagedCache) -> str:
     step.prepare(lambda: inputs)
     for _ in range(2):
         step(**inputs)
-    reason = find_refusal(model) or step.reason
-    step.reason = ""  # so that nothing is logged
+    obstacle = find_model_obstacle(model) or step.obstacle
+    step.obstacle = ""  # so that nothing is logged
     step.end()
-    return reason
+    return obstacle
 
 
 class _ThreadSteps(threading.local):
@@ -542,11 +543,11 @@ def choose_forward(method: ModelMethod, model_kwargs: dict[str, Any], config: An
         return bool(method.original_method(model_kwargs, config))
     if config.disable_compile or config.prefill_chunk_size or cache.options.offloading:
         return False
-    reason = find_refusal(model)
+    obstacle = find_model_obstacle(model)
     if model.device.type not in GRAPHS:
-        reason = f"no graphs are implemented for the device {model.device}"
-    if reason:
-        warn_once(_LOG_MESSAGE.format(type(model).__name__, reason))
+        obstacle = f"no graphs are implemented for the device {model.device}"
+    if obstacle:
+        warn_once(_LOG_MESSAGE.format(type(model).__name__, obstacle))
         return False
     embeddings = model_kwargs.get("inputs_embeds")
     num_embeddings = 0 if embeddings is None else embeddings.shape[1]
@@ -590,7 +591,7 @@ def decode(method: ModelMethod) -> Iterator[None]:
             step.end()
 
 
-def find_refusal(model: Any) -> str:
+def find_model_obstacle(model: Any) -> str:
     """Return why no step of a model can be captured, or ""."""
     modules = list(model.modules())
     hooks: list[Any] = []
@@ -598,11 +599,11 @@ def find_refusal(model: Any) -> str:
         hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     packages = {getattr(hook, "__module__", "").split(".")[0] for hook in hooks}
     quantizer = getattr(model, "hf_quantizer", None)
-    reasons = {
+    obstacles = {
         "the model is on several devices": len({*getattr(model, "hf_device_map", {}).values()}) > 1,
         "modules have hooks of accelerate": any(hasattr(module, "_hf_hook") for module in modules),
         "modules have hooks, which a graph does not call": packages - {"hf_fp8kv", "transformers"},
         "modules are compiled": any(module._compiled_call_impl is not None for module in modules),
         "its quantizer does not support it": quantizer and not quantizer.is_compileable,
     }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    return next((obstacle for obstacle, applies in obstacles.items() if applies), "")

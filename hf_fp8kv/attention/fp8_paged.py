@@ -20,7 +20,7 @@ from ..modeling.methods import ModelAttribute
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
 from ..ops import AttentionSpec, api
 from ..ops.dense_prompts import attend_densely, is_dense_faster, list_sdpa_backends
-from ..utils.tensors import without_grad
+from ..utils.tensors import detach_if_needed
 from ..utils.warn_once import warn_once
 from . import latent, masks
 from .compact import CompactMask
@@ -387,7 +387,7 @@ def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)
     pages = get_pages(key)
-    query = without_grad(query)
+    query = detach_if_needed(query)
     if is_dense_faster(query, key.stop, pages, spec):
         return attend_densely(query, pages, key.lengths, spec, backend=key.backend)
     return ops.attend(
@@ -423,7 +423,7 @@ def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> Attention
         if mask.dtype == torch.bool and mask.shape[1] > 1:
             mask = masks.make_additive(mask, query.dtype)  # bool masks apply to all heads
     if bias is not None:
-        bias = without_grad(_cut_to_keys(bias, key))
+        bias = detach_if_needed(_cut_to_keys(bias, key))
     return spec._replace(
         causal=causal,
         window=window,
@@ -435,7 +435,7 @@ def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> Attention
 
 
 def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
-    return None if sinks is None else without_grad(sinks).reshape(-1)
+    return None if sinks is None else detach_if_needed(sinks).reshape(-1)
 
 
 def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:

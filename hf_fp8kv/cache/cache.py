@@ -200,8 +200,8 @@ class FP8PagedCache(DynamicCache):
             keywords = plans.resolve_plan(model, {**keywords, "bits": bits})
         elif bits not in (None, 8):
             raise ConfigError(
-                f"bits: expected 8 without a model, whose plan fewer bits need, got {bits!r}. Pass "
-                "the model instead of its config"
+                f"bits: expected 8 for a config, got {bits!r}. A plan for fewer bits is measured "
+                "with the model, so pass the model"
             )
         decoder = None if model_config is None else model_config.get_text_config(decoder=True)
         options = CacheOptions.parse(
@@ -438,7 +438,8 @@ class FP8PagedCache(DynamicCache):
     def reset(self) -> None:
         """Remove all tokens. The next tokens may belong to any number of sequences.
 
-        The layers remain. A preallocated cache keeps its addresses if this number is unchanged.
+        The layers remain. A preallocated cache keeps its addresses if the
+        number of sequences is unchanged.
         """
         with self._track_tokens(lambda _: None):
             for layer in self.stock_layers:
@@ -501,15 +502,13 @@ class FP8PagedCache(DynamicCache):
         with self._track_tokens(lambda batch: batch.select(sequences)):
             self._paged.select(sequences)
             for layer in self.stock_layers:
-                # Layers with a recurrent state and K and V only select all of them in this method.
+                # In layers with a recurrent state, K and V, only this method selects all three.
                 layer.reorder_cache(sequences)
 
     def _count_sequences(self) -> int:
         """Return the number of sequences of all layers, 0 without memory, or -1 if they differ."""
-        batches = {
-            self._paged.batch,
-            *(len(tensor) for tensor in self._stock_tensors if tensor.ndim > 2),
-        } - {0}
+        stock_batches = {len(tensor) for tensor in self._stock_tensors if tensor.ndim > 2}
+        batches = (stock_batches | {self._paged.batch}) - {0}
         return -1 if len(batches) > 1 else next(iter(batches), 0)
 
     @property

@@ -44,7 +44,7 @@ class Encoding:
         self.k_center: torch.Tensor | None = None
 
     def prepare(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Look up the static scales and the center when the shapes are known.
+        """Set the static scales, the center, the backend and the device when shapes are known.
 
         Raises:
             ScaleError: The scales have a different number of heads or a different head size.
@@ -67,8 +67,8 @@ class Encoding:
         blocks = pool.blocks
         plan = self.plan
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and blocks.cached_pages is not None:
-            cached_plan, cached_pages = blocks.cached_pages
+        if not is_compiling and blocks.cached_plan_and_pages is not None:
+            cached_plan, cached_pages = blocks.cached_plan_and_pages
             if (
                 plan is cached_plan
                 and table is cached_pages.table
@@ -91,10 +91,11 @@ class Encoding:
             pool.has_scales,
         )
         if not is_compiling:
-            blocks.cached_pages = plan, pages
+            blocks.cached_plan_and_pages = plan, pages
         return pages
 
-    def list_tensors(self) -> list[torch.Tensor]:
+    def list_scales_and_center(self) -> list[torch.Tensor]:
         """Return the static scales and the center."""
-        tensors = (self.k_scale, self.v_scale, self.k_center)
-        return [tensor for tensor in tensors if tensor is not None]
+        return [
+            tensor for tensor in (self.k_scale, self.v_scale, self.k_center) if tensor is not None
+        ]

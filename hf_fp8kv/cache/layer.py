@@ -11,7 +11,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
 from ..paging.lengths import DeviceLength, HostLength
-from ..utils.tensors import without_grad
+from ..utils.tensors import detach_if_needed
 from .layer_store import LayerStore
 from .options import CacheOptions
 from .paged_tensor import PagedKV, densify
@@ -140,8 +140,8 @@ class FP8PagedLayer(CacheLayerMixin):
             refuse_export()
             if length.max_tokens is None:
                 return _update_uncompiled(self, key_states, value_states)  # type: ignore[no-any-return]
-        key = without_grad(key_states)
-        value = without_grad(value_states)
+        key = detach_if_needed(key_states)
+        value = detach_if_needed(value_states)
         reads_pages = self.options.prefill == "stored" or not length.is_empty
         positions = store.reserve(key, value)
         table, lengths = positions.locate(encoding.device)

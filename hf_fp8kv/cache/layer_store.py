@@ -128,7 +128,12 @@ class LayerStore:
         )
         if not torch.compiler.is_compiling():
             pages = self.encoding.make_pages(self.pool, self.length.table)
-            for tensor in (pages.block, pages.offsets, *tensors, *self.encoding.list_tensors()):
+            for tensor in (
+                pages.block,
+                pages.offsets,
+                *tensors,
+                *self.encoding.list_scales_and_center(),
+            ):
                 torch._dynamo.mark_static_address(tensor)
 
     # -- tokens ------------------------------------------------------------------------------
@@ -244,7 +249,8 @@ class LayerStore:
         """
         length = self.length
         blocks = self.pool.blocks
-        if (plan_and_pages := blocks.cached_pages) is None or type(length) is not HostLength:
+        plan_and_pages = blocks.cached_plan_and_pages
+        if plan_and_pages is None or type(length) is not HostLength:
             return None
         pages = plan_and_pages[1]
         device = key.device
@@ -260,7 +266,7 @@ class LayerStore:
         positions = length.reserve(1, key.shape[0], device, backend, is_allocated=True)
         table, lengths = positions.locate(device)
         # The step may have allocated a page, or a fork may have recorded a step on its pages.
-        if table is not pages.table or blocks.cached_pages is not plan_and_pages:
+        if table is not pages.table or blocks.cached_plan_and_pages is not plan_and_pages:
             return None
         record.write(pages, key, value, lengths, None)
         handles = self.make_handles(pages, lengths, positions)
@@ -385,7 +391,7 @@ class LayerStore:
         if not self.is_initialized:
             return {"other": indexer_bytes}
         sizes = {"other": indexer_bytes, **self.pool.memory_footprint()}
-        sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.list_tensors())
+        sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.list_scales_and_center())
         num_used_pages = len(np.unique(self.group.table.get_used_rows()))
         if isinstance(self.length, DeviceLength):
             num_used_pages = len(self.pool.memory)  # every page belongs to a sequence

@@ -218,10 +218,10 @@ class CacheOptions:
                 f"scales for every paged layer, got none for layers {missing_layers}"
             )
         if extra_layers := sorted(index for index in planned_layers if index >= num_layers):
-            expected = (
-                f"only layers of the model, 0 to {num_layers - 1}, but also got {extra_layers}"
+            raise self._make_error(
+                f"only layers of the model, 0 to {num_layers - 1}, but also got {extra_layers}",
+                "Leave them out",
             )
-            raise self._make_error(expected, "Leave them out")
 
     def make_budget(self) -> PageBudget:
         """Return a page budget for a cache and its forks."""

@@ -309,14 +309,19 @@ class PagedLayers:
             OutOfPagesError: The budget would be exceeded. The layers keep growing.
         """
         length = self.read_lengths()[0]
-        span = length, max_tokens, self.batch
+        batch = self.batch
         for group in self.groups.values():
             group.settle_step()
-        self.budget.check(sum(group.table.count_needed(*span) for group in self.groups.values()))
+        self.budget.check(
+            sum(
+                group.table.count_needed(length, max_tokens, batch)
+                for group in self.groups.values()
+            )
+        )
         reserved = dict[int | None, FixedPages]()
         tables = dict[int | None, torch.Tensor]()
         for window, group in self.groups.items():
-            group.table.reserve(*span, group.copy_pages)
+            group.table.reserve(length, max_tokens, batch, group.copy_pages)
             reserved[window] = FixedPages(self.budget, window, max_tokens, group.table)
             # Pages before the window are freed and never read, but need a valid number.
             device = self.stores[0].encoding.device

@@ -33,12 +33,13 @@ def is_dense_faster(query: Tensor, stop: int, pages: Pages, spec: AttentionSpec)
     """
     if query.shape[2] < _MIN_TOKENS or not list_sdpa_backends(query, stop):
         return False
-    is_plain = spec.causal and spec.mask is None and spec.bias is None and spec.sinks is None
-    is_special = spec.window or spec.softcap or spec.latent or spec.deterministic
+    is_only_causal = spec.causal and not spec.window and spec.mask is None and spec.bias is None
+    has_plain_softmax = not spec.softcap and spec.sinks is None
+    is_supported = not spec.latent and not spec.deterministic and query.element_size() == 2
     head_dims = pages.k.head_dim, pages.v.head_dim
     num_bytes = len(query) * pages.num_heads * stop * sum(head_dims) * query.element_size()
     fits = max(head_dims) <= _MAX_HEAD_DIM and num_bytes <= _MAX_DENSE_BYTES
-    return is_plain and not is_special and fits and query.element_size() == 2
+    return is_only_causal and has_plain_softmax and is_supported and fits
 
 
 def attend_densely(
@@ -62,7 +63,7 @@ def attend_densely(
 
 
 def list_sdpa_backends(query: Tensor, num_keys: int) -> list[SDPBackend]:
-    """Return the order in which torch tries its backends for a causal prompt. [] keeps its order.
+    """Return the backends to try for a causal prompt, in order. [] means torch's default order.
 
     torch tries FlashAttention-2 first. On an H100 or H200, cuDNN takes half of its time. On other
     GPUs it is often slower, and with gradients it was not measured.

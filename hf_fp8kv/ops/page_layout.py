@@ -83,22 +83,22 @@ class PageLayout:
             size. V is transposed because sm_80 to sm_90 and gfx942 cannot load 8-bit data
             transposed.
         offsets: Offset of each region in a head, in bytes.
-        head_size: Size of a head in a page, in bytes.
+        head_bytes: Size of a head in a page, in bytes.
     """
 
     num_heads: int
     regions: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     offsets: Mapping[str, int]
-    head_size: int
+    head_bytes: int
 
     @property
     def size(self) -> int:
         """Size of a page, in bytes."""
-        return self.num_heads * self.head_size
+        return self.num_heads * self.head_bytes
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
         """Return views of the regions of a block's pages, each `[n, Hkv, ...]`."""
-        heads = block[:, : self.size].unflatten(1, (self.num_heads, self.head_size))
+        heads = block[:, : self.size].unflatten(1, (self.num_heads, self.head_bytes))
         return {
             name: heads.narrow(2, self.offsets[name], math.prod(shape) * dtype.itemsize)
             .view(dtype)
@@ -146,8 +146,8 @@ def _compute_layout(
     if has_scales:
         regions.append(("token_scales", (page_size, 2), torch.bfloat16))
     offsets = {}
-    head_size = 0
+    head_bytes = 0
     for name, shape, dtype in regions:
-        offsets[name] = head_size
-        head_size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return PageLayout(num_heads, tuple(regions), offsets, head_size)
+        offsets[name] = head_bytes
+        head_bytes += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return PageLayout(num_heads, tuple(regions), offsets, head_bytes)

@@ -101,9 +101,9 @@ def gather(
     shape = (len(pages.table), pages.num_heads, stop - start, dim)
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
     step = max(MAX_GATHER_TOKENS // pages.page_size, 1) * pages.page_size
-    for page_start in range(start // step * step, stop, step):
-        chunk_start = max(page_start, start)
-        chunk_stop = min(page_start + step, stop)
+    for aligned_start in range(start // step * step, stop, step):
+        chunk_start = max(aligned_start, start)
+        chunk_stop = min(aligned_start + step, stop)
         out[:, :, chunk_start - start : chunk_stop - start] = read_dense(
             pages, side, chunk_start, chunk_stop
         )

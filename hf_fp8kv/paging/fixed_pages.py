@@ -163,9 +163,9 @@ class FixedPages(LayerGroup):
                 "activate_past_recording: expected layers that hold the same number of tokens, got "
                 f"{sorted(lengths)} under a window of {self.window}. Call it earlier"
             )
-        span = ring_size * page_size, self.num_columns * page_size, table.batch
-        self.budget.check(table.count_needed(*span))
-        table.reserve(*span)
+        start, stop = ring_size * page_size, self.num_columns * page_size
+        self.budget.check(table.count_needed(start, stop, table.batch))
+        table.reserve(start, stop, table.batch)
         for member, member_length in member_lengths.items():
             self.update_first_intact(member, member_length)
         stop_page = -(-length // page_size)

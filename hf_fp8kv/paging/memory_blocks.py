@@ -25,19 +25,19 @@ class Blocks:
         offsets: Offsets of the pages, `[P]`, int64 (see `locate_pages`).
         is_single_block: Whether all pages stay in one block, as compiled code requires.
         is_pinned: Whether blocks are in pinned host memory.
-        cached_pages: A storage plan and the `Pages` made for it, or None. The `Pages` keep the
-            blocks alive, and are dropped when the blocks are replaced.
+        cached_plan_and_pages: A storage plan and the `Pages` made for it, or None. The `Pages`
+            keep the blocks alive, and are dropped when the blocks are replaced.
     """
 
     tensors: list[torch.Tensor]
-    cached_pages: tuple[LayerPlan, Pages] | None
+    cached_plan_and_pages: tuple[LayerPlan, Pages] | None
 
     def __init__(self) -> None:
         self.is_single_block = self.is_pinned = False
         self.free()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "cached_pages": None}
+        return {**vars(self), "cached_plan_and_pages": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -72,14 +72,14 @@ class Blocks:
         """Free the memory. `allocate` may be called again."""
         self.tensors = []
         self.offsets = _NO_OFFSETS
-        self.cached_pages = None
+        self.cached_plan_and_pages = None
 
     def _set_blocks(self, tensors: list[torch.Tensor]) -> None:
         offsets = locate_pages(tensors)
         # No call happens between these assignments, so an interrupt cannot separate them.
         self.tensors = tensors
         self.offsets = offsets
-        self.cached_pages = None
+        self.cached_plan_and_pages = None
 
     def _allocate(self, num_pages: int, device: torch.device) -> list[torch.Tensor]:
         is_single_block = self.is_single_block or not num_pages
@@ -131,15 +131,18 @@ class Blocks:
 
         `source` may be on another device. With `blocking`, the copies are complete on return.
         """
-        block_starts = [np.cumsum([0, *map(len, blocks.tensors)]) for blocks in (self, source)]
-        is_block_start = np.bincount(np.concatenate(block_starts)) > 0
+        target_starts, source_starts = (
+            np.cumsum([0, *map(len, blocks.tensors)]) for blocks in (self, source)
+        )
+        is_block_start = np.bincount(np.concatenate([target_starts, source_starts])) > 0
         is_run_end = (np.diff(pages) != 1) | is_block_start[pages[1:]]
         for run in np.split(pages, np.flatnonzero(is_run_end) + 1):
             target_index, source_index = (
-                np.searchsorted(starts, run[0], side="right") - 1 for starts in block_starts
+                np.searchsorted(starts, run[0], side="right") - 1
+                for starts in (target_starts, source_starts)
             )
-            target_start = run[0] - block_starts[0][target_index]
-            source_start = run[0] - block_starts[1][source_index]
+            target_start = run[0] - target_starts[target_index]
+            source_start = run[0] - source_starts[source_index]
             target_rows = self.tensors[target_index][target_start : target_start + len(run)]
             source_rows = source.tensors[source_index][source_start : source_start + len(run)]
             target_rows.copy_(source_rows, non_blocking=not blocking)

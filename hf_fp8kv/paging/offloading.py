@@ -265,7 +265,7 @@ class OffloadedLayer:
         """Keep only `pages`, ascending, and renumber them from 0, like `Blocks.keep_pages`."""
         self.evict()
         self._sync_host_blocks().keep_pages(pages)
-        # In one assignment, so that no interrupt comes in between.
+        # Set both in one assignment, so that no interrupt comes in between.
         self._on_host, self._on_device = np.ones(len(pages), bool), np.zeros(len(pages), bool)
 
     def move(self, device: torch.device) -> None:

@@ -15,8 +15,9 @@ class PagePool:
     the pool, and may read the same bytes under different plans.
 
     Attributes:
-        has_scales: Whether pages store a scale for each token and head. Static scales, and sides in
-            the model's dtype, need none. `allocate` sets this and the attributes up to `device`.
+        has_scales: Whether pages store a scale for each token and head. Pages with static scales,
+            or only with sides in the model's dtype, store none. `allocate` sets this and the
+            attributes up to `device`.
         k_dtype, v_dtype: Dtypes of K and V in the model.
         stored_k_dtype, stored_v_dtype: Dtypes of K and V in pages (`SidePlan.find_dtype`).
         layout: Layout of a page.
@@ -90,9 +91,9 @@ class PagePool:
     def memory_footprint(self) -> dict[str, int]:
         """Return the bytes of `pages`, `scales`, offset `tables` and `host` pages, used or not."""
         page_bytes = self.layout.size
-        block_regions = [self.layout.split(block) for block in self.blocks.tensors]
+        scaled_blocks = self.blocks.tensors if self.has_scales else []
         scales_bytes = sum(
-            regions["token_scales"].nbytes for regions in block_regions if self.has_scales
+            self.layout.split(block)["token_scales"].nbytes for block in scaled_blocks
         )
         num_host_pages = (
             len(self.memory.host_blocks) if isinstance(self.memory, OffloadedLayer) else 0

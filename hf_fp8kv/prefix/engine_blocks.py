@@ -70,9 +70,8 @@ class BlockExchange:
         Loading stops when no block is free. At least one token is left to compute.
         """
         allocator = self._allocator
-        block_size = self._block_size
         num_cached = len(allocator.match_prefix_blocks(tokens))
-        max_blocks = (len(tokens) - 1) // block_size
+        max_blocks = (len(tokens) - 1) // self._block_size
         blocks: list[int] = []
         missing_blocks: list[tuple[bytes, str]] = []  # hash and key
 
@@ -80,7 +79,7 @@ class BlockExchange:
             key = ""
             block_hash = None
             for index in range(max_blocks):
-                block_tokens = tokens[index * block_size : (index + 1) * block_size]
+                block_tokens = tokens[index * self._block_size : (index + 1) * self._block_size]
                 (key,) = self._chain_keys(block_tokens, key)
                 block_hash = self._hasher(block_hash, block_tokens)
                 if block_hash not in allocator.ledger.hash_to_block:
@@ -113,7 +112,7 @@ class BlockExchange:
             self._missed_requests.add(request_id)
             self._store.add_counts(misses=1)
         if blocks:
-            self._store.add_counts(hits=1, tokens_found=len(blocks) * block_size)
+            self._store.add_counts(hits=1, tokens_found=len(blocks) * self._block_size)
 
     def _chain_keys(self, tokens: list[int], previous_key: str) -> list[str]:
         """Return the store's keys of the full blocks of `tokens`. See `chain_keys`."""

@@ -376,9 +376,9 @@ def prepare_inputs(method: ModelMethod, input_ids: torch.Tensor, *args: Any, **k
     if isinstance(cache, FP8PagedCache) and is_dropped:
         # Phi-3 drops its cache when the frequencies of RoPE change, to compute all tokens again
         # in a new one. Here, they are computed again in the same cache.
-        old_tokens = cache.tokens, cache.known_prefix
+        old_tokens, old_prefix = cache.tokens, cache.known_prefix
         cache.reset()
-        cache.tokens, cache.known_prefix = old_tokens
+        cache.tokens, cache.known_prefix = old_tokens, old_prefix
         cache.step_tokens = input_ids.shape[1]
         kwargs |= {"next_sequence_length": None, "is_first_iteration": True}
         inputs = method.original_method(input_ids, *args, **kwargs)

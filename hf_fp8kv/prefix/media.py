@@ -130,8 +130,9 @@ class PromptMedia:
             self.is_comparable = False
         # Embeddings replace the ids of all tokens. A chunk may divide an image whose tokens attend
         # to each other.
-        may_divide_images = bool(generation_config.prefill_chunk_size and self._token_types)
-        if "inputs_embeds" in inputs or (inputs and may_divide_images):
+        if "inputs_embeds" in inputs or (
+            inputs and generation_config.prefill_chunk_size and self._token_types
+        ):
             self.is_comparable = False
 
     def _digest_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:

@@ -213,7 +213,8 @@ class PrefixStore:
         self._refused_keys.add(key)
         self.add_counts(files_refused=1)
         error_number = getattr(error, "errno", None)
-        if isinstance(error, OSError | MemoryError) and error_number != errno.ELOOP:  # not a link
+        # ELOOP means that the file is a symbolic link, which this library never writes.
+        if isinstance(error, OSError | MemoryError) and error_number != errno.ELOOP:
             # The file may be intact: too many files may be open, or the file is another user's.
             reason = type(error).__name__ if error_number is None else os.strerror(error_number)
             warn_once(f"{self}: pages that cannot be read ({reason}) are ignored")
@@ -337,6 +338,11 @@ def flush_stores() -> None:
         store.flush()
 
 
+def _reset_writers() -> None:
+    for store in _STORES:
+        store._reset_writer()
+
+
 if hasattr(os, "register_at_fork"):  # not on Windows
     # A forked process does not inherit the thread. Pending writes stay with the parent.
-    os.register_at_fork(after_in_child=lambda: list(map(PrefixStore._reset_writer, _STORES)))
+    os.register_at_fork(after_in_child=_reset_writers)

@@ -94,7 +94,6 @@ class StoredPrompts:
         At least the last token is left to compute. Sizes and dtypes are read from the files,
         because they are not known before the first layer has run.
         """
-        store = self._store
         cache = self._cache
         page_size = cache.options.page_size
         num_prompts = len(self._keys)
@@ -107,7 +106,7 @@ class StoredPrompts:
         while self._batch.find_boundary(num_pages * page_size) != num_pages * page_size:
             num_pages -= 1
         if not num_pages:
-            store.add_counts(misses=num_prompts)
+            self._store.add_counts(misses=num_prompts)
             return
         try:
             cache.adopt(self._unpack_pages(num_pages, pages))
@@ -116,9 +115,9 @@ class StoredPrompts:
         self.num_restored = num_pages
         num_tokens = num_prompts * num_pages * page_size
         cache.restored_tokens += num_tokens
-        store.add_counts(hits=num_prompts, tokens_found=num_tokens)
+        self._store.add_counts(hits=num_prompts, tokens_found=num_tokens)
         for prompt_keys in self._keys:
-            store.touch(prompt_keys[:num_pages])
+            self._store.touch(prompt_keys[:num_pages])
 
     def undo_restore(self, error: Exception) -> None:
         """Empty the cache and refuse its restored pages, because the model cannot use them."""
@@ -138,9 +137,8 @@ class StoredPrompts:
         freed are not stored. Nothing is stored unless every layer holds exactly the prompt, because
         wrappers of a model may add tokens to it.
         """
-        store = self._store
         cache = self._cache
-        if all(store.has(key) for key in chain.from_iterable(self._keys)):
+        if all(self._store.has(key) for key in chain.from_iterable(self._keys)):
             yield
             return
         # With `max_pages`, no additional pages are kept, so that a prompt fits as without a store.
@@ -158,8 +156,8 @@ class StoredPrompts:
         if {*cache._paged.read_lengths()} == {self._batch.length}:
             first_page = max(group.table.first_page for group in cache.groups.values())
             for index, keys in enumerate(self._keys):
-                store.write(keys, partial(_copy_pages, cache.paged_layers, index), first_page)
-                store.touch(keys)
+                self._store.write(keys, partial(_copy_pages, cache.paged_layers, index), first_page)
+                self._store.touch(keys)
         for group in windowed_groups:
             group.crop(0)
 

@@ -33,7 +33,7 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import ROUNDING_NOTE, describe_rounding
 from ..modeling.model_support import with_cache
-from ..utils.tensors import without_grad
+from ..utils.tensors import detach_if_needed
 
 
 class StoredRounding:
@@ -69,7 +69,7 @@ class StoredRounding:
         batch, _, num_tokens, _ = key.shape
         num_pages = -(-num_tokens // self._options.page_size)
         with torch.no_grad():
-            key, value = without_grad(key), without_grad(value)
+            key, value = detach_if_needed(key), detach_if_needed(value)
             pool = self._options.make_pool(encoding.plan)
             pool.allocate(key, value, batch * num_pages)
             table = torch.arange(batch * num_pages, dtype=torch.int32, device=key.device)

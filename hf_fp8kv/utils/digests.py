@@ -90,11 +90,11 @@ def sample_checkpoint(path: str) -> dict[str, str]:
     The digest of a file of weights includes 64 bytes of each tensor. `path` may also be a file.
     """
     root = Path(path)
-    paths = root.iterdir() if root.is_dir() else [root]
-    files = [path for path in paths if path.is_file() and path.stat().st_size]
-    samples = {path.name: _sample_file(path) for path in files if path.suffix in WEIGHT_SUFFIXES}
+    candidates = root.iterdir() if root.is_dir() else [root]
+    files = [file for file in candidates if file.is_file() and file.stat().st_size]
+    samples = {file.name: _sample_file(file) for file in files if file.suffix in WEIGHT_SUFFIXES}
     configs = {
-        path.name: compute_digest(path.read_text()) for path in files if path.name == "config.json"
+        file.name: compute_digest(file.read_text()) for file in files if file.name == "config.json"
     }
     return samples and samples | configs
 

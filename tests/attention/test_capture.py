@@ -98,7 +98,7 @@ def compare(
 )
 def test_replays_give_the_bits_of_eager_steps(name: str, keywords: Any) -> None:
     step = compare(lambda: build_variant(name), **keywords)
-    assert (step.num_steps, step.num_replays) == (NEW_TOKENS - 1, NEW_TOKENS - 4), step.reason
+    assert (step.num_steps, step.num_replays) == (NEW_TOKENS - 1, NEW_TOKENS - 4), step.obstacle
 
 
 def test_the_plan_of_a_model_gives_the_bits_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +137,9 @@ def test_models_that_graphs_do_not_support_run_eagerly(
     change: Callable[[Any], Any], reason: str
 ) -> None:
     model, _ = build_variant("gqa")
-    assert capture.find_refusal(model) == ""
+    assert capture.find_model_obstacle(model) == ""
     change(model)
-    assert reason in capture.find_refusal(model)
+    assert reason in capture.find_model_obstacle(model)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_budget_without_room_for_reserved_pages_leaves_an_eager_call() -> None
         lambda: build_variant("gqa"), options={"max_pages": 10}, max_new_tokens=100,
         stopping_criteria=[MaxLengthCriteria(30)],
     )  # fmt: skip
-    assert "max_pages" in step.reason
+    assert "max_pages" in step.obstacle
 
 
 def test_an_environment_variable_turns_captures_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +251,8 @@ def test_a_step_that_a_graph_cannot_repeat_runs_eagerly(
     with caplog.at_level("WARNING"):
         step = compare(lambda: build_changed(change))
     assert step.num_replays == 0
-    assert reason in step.reason
-    assert step.reason in caplog.text
+    assert reason in step.obstacle
+    assert step.obstacle in caplog.text
 
 
 def test_check_model_reports_why_a_step_is_not_captured() -> None:
@@ -279,7 +279,7 @@ def test_a_model_that_needs_a_growing_cache_runs_eagerly() -> None:
         vars(layer)["forward"] = check
         return model, inputs
 
-    assert "expected a growing cache" in compare(make_model).reason
+    assert "expected a growing cache" in compare(make_model).obstacle
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_model_that_needs_a_growing_cache_runs_eagerly() -> None:
     ],
 )
 def test_models_that_differ_with_a_preallocated_cache_run_eagerly(name: str, reason: str) -> None:
-    assert reason in compare(lambda: build_variant(name)).reason
+    assert reason in compare(lambda: build_variant(name)).obstacle
 
 
 class FailingGraph(RecordedGraph):
@@ -300,7 +300,7 @@ class FailingGraph(RecordedGraph):
 
 def test_a_failed_capture_leaves_an_eager_call() -> None:
     step = compare(lambda: build_variant("gqa"), graph=FailingGraph, do_sample=True)
-    assert step.reason == "a stream is invalid"
+    assert step.obstacle == "a stream is invalid"
 
 
 def test_an_exception_in_a_processor_leaves_a_growing_cache() -> None:

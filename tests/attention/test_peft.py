@@ -59,7 +59,7 @@ def test_captured_steps_follow_the_adapter(is_wrapped: bool) -> None:
     with recorded_graphs() as steps:
         actual = run(capture=True)
     assert all(map(torch.equal, actual, run()))
-    assert [step.num_replays for step in steps] == [20] * 5, steps[-1].reason
+    assert [step.num_replays for step in steps] == [20] * 5, steps[-1].obstacle
     assert not torch.equal(actual[0], actual[1])
     assert not torch.equal(actual[0], actual[3])
 

@@ -80,8 +80,9 @@ def test_a_step_or_a_later_prompt_has_two_launches_per_layer(cache_options, num_
         model(ids[:, :num_tokens], past_key_values=cache)
     names = list_kernels(recorded)
     num_layers = model.config.num_hidden_layers
-    assert [name for name in names if name != "_schedule"] == ["_write", "_attend"] * num_layers
-    assert num_tokens > 1 or names.count("_schedule") == 1
+    layer_kernels = [name for name in names if name != "_fill_schedule"]
+    assert layer_kernels == ["_write", "_attend"] * num_layers
+    assert num_tokens > 1 or names.count("_fill_schedule") == 1
 
 
 @pytest.mark.parametrize(("options", "num_tokens"), [({}, 1), ({}, 2), (PREALLOCATED, 1)], ids=str)
@@ -103,7 +104,7 @@ def test_layers_use_the_schedule_of_their_query_rows(options, num_tokens):
         model(ids, past_key_values=cache)
         with recording(dry_run=True) as recorded:
             model(ids[:, :num_tokens], past_key_values=cache)
-    assert list_kernels(recorded).count("_schedule") == 1
+    assert list_kernels(recorded).count("_fill_schedule") == 1
     assert list_kernels(recorded).count("_attend") == model.config.num_hidden_layers
 
 

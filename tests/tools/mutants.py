@@ -132,8 +132,8 @@ MUTANTS = (
     # The torch backend.
     Mutant(
         "torch: the last page is dropped", TORCH,
-        "min(page_start + chunk_size, visible_stop)",
-        "min(page_start + chunk_size, visible_stop - visible_stop % pages.page_size)",
+        "min(aligned_start + chunk_size, visible_stop)",
+        "min(aligned_start + chunk_size, visible_stop - visible_stop % pages.page_size)",
         "tests/ops/test_ops.py",
     ),
     Mutant(
@@ -146,7 +146,7 @@ MUTANTS = (
         "tests/ops/test_ops.py",
     ),
     Mutant(
-        "torch: older sums do not fade", TORCH, "        out *= alpha\n", "",
+        "torch: older sums do not fade", TORCH, "        out *= rescaling\n", "",
         "tests/ops/test_ops.py",
     ),
     # The Triton kernels, in the interpreter.
@@ -432,7 +432,8 @@ MUTANTS = (
     ),
     Mutant(
         "repeat: a new block table is ignored", "cache/layer_store.py",
-        "if table is not pages.table or blocks.cached_pages is not plan_and_pages:", "if False:",
+        "if table is not pages.table or blocks.cached_plan_and_pages is not plan_and_pages:",
+        "if False:",
         "tests/cache/test_repeated_steps.py",
     ),
     Mutant(

@@ -70,8 +70,7 @@ def _get_first_pid() -> int:
 
 def _make_contiguous(pages: Pages) -> Pages:
     """Return the same pages, with contiguous scales, center and block table."""
-    k = pages.k
-    v = pages.v
+    k, v = pages.k, pages.v
     table = make_rows_contiguous(pages.table)
     tensors = k.static_scale, k.center, v.static_scale
     if table is pages.table and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
@@ -149,8 +148,9 @@ def gather(
     """
     pages = _make_contiguous(pages)
     lengths = make_rows_contiguous(lengths)
-    is_k = side == "k"
-    stored_side, stored_dtype = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
+    stored_side, stored_dtype = (
+        (pages.k, pages.k_dtype) if side == "k" else (pages.v, pages.v_dtype)
+    )
     if not KINDS.keys() >= {stored_dtype, dtype}:
         return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
     first_head, stop_head, _ = head_range.indices(pages.num_heads)
@@ -165,7 +165,7 @@ def gather(
         start,
         stop,
         ragged,
-        not is_k,
+        side == "v",
         *records.list_table_fields(pages, lengths),
         *records.list_side_fields(pages, side, stored_side.center),
         *records.list_decoding_fields(stored_side.format),

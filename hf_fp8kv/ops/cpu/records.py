@@ -62,21 +62,21 @@ def list_side_fields(pages: Pages, side: str, center: Tensor | None) -> tuple[in
     `head_size` is the size of a head in a page, in bytes. `bits` is the size of a stored value.
     `rotation` is the number of channels that are rotated together, or 0.
     """
-    stored, dtype = (pages.k, pages.k_dtype) if side == "k" else (pages.v, pages.v_dtype)
+    stored_side, dtype = (pages.k, pages.k_dtype) if side == "k" else (pages.v, pages.v_dtype)
     layout = pages.layout
     scales_offset = 0
-    if stored.is_dynamic:
+    if stored_side.is_dynamic:
         scales_offset = layout.offsets["token_scales"] + (2 if side == "v" else 0)
     return (
         layout.offsets[side],
         KINDS[dtype],
-        8 * dtype.itemsize if stored.format == AUTO else FORMATS[stored.format].bits,
-        stored.head_dim,
+        8 * dtype.itemsize if stored_side.format == AUTO else FORMATS[stored_side.format].bits,
+        stored_side.head_dim,
         scales_offset,
-        layout.head_size,
-        get_address(stored.static_scale),
-        get_address(None if stored.format == AUTO else center),
-        compute_rotation_block(stored.head_dim) if stored.rotated else 0,
+        layout.head_bytes,
+        get_address(stored_side.static_scale),
+        get_address(None if stored_side.format == AUTO else center),
+        compute_rotation_block(stored_side.head_dim) if stored_side.rotated else 0,
     )
 
 

@@ -16,7 +16,7 @@ from ..visibility import find_first_visible, find_visible
 
 __all__ = ["attend", "gather", "write"]
 
-# Number of tokens of a chunk.
+# Number of tokens of a chunk, before it is rounded down to whole pages.
 CHUNK_TOKENS = 512
 # Number of tokens of a chunk of latents, for at most MAX_LATENT_ROWS query rows. In larger chunks,
 # threads wait less often.
@@ -36,9 +36,7 @@ def attend(
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     batch, num_query_heads, num_tokens, _ = query.shape
     num_heads = pages.num_heads
-    k = pages.k
-    v = pages.v
-    window = spec.window
+    k, v = pages.k, pages.v
     value_side = k if spec.latent else v
     group_size = num_query_heads // num_heads
     num_rows = group_size * num_tokens
@@ -51,7 +49,9 @@ def attend(
     # Keys and values stay rotated. The queries and the output are rotated instead.
     dims = [k.head_dim, v.head_dim] if spec.latent else [k.head_dim]
     query_parts = zip(scaled_query.split(dims, -1), (k, v), strict=False)
-    q = torch.cat([rotate(part) if side.rotated else part for part, side in query_parts], -1)
+    q = torch.cat(
+        [rotate(part) if stored_side.rotated else part for part, stored_side in query_parts], -1
+    )
     raw_pages = pages._replace(
         k=k._replace(center=None, rotated=False), v=v._replace(rotated=False)
     )
@@ -60,28 +60,28 @@ def attend(
     if lengths.is_cpu:
         # No position before `visible_start` or from `visible_stop` on is visible or read.
         visible_stop = min(stop, int(lengths.max()))
-        if window:
-            visible_start = max(start, find_first_visible(int(lengths.min()) - num_tokens, window))
-    m_i = q.new_full((batch, num_heads, num_rows, 1), -torch.inf)
-    l_i = torch.zeros_like(m_i)
+        if spec.window:
+            first_visible = find_first_visible(int(lengths.min()) - num_tokens, spec.window)
+            visible_start = max(start, first_visible)
+    row_max = q.new_full((batch, num_heads, num_rows, 1), -torch.inf)
+    row_sum = torch.zeros_like(row_max)
     if spec.sinks is not None:
         sinks = spec.sinks.float().view(1, num_heads, group_size, 1)
-        m_i = sinks.expand(batch, -1, -1, num_tokens).reshape(m_i.shape)
-        l_i = torch.ones_like(m_i)
+        row_max = sinks.expand(batch, -1, -1, num_tokens).reshape(row_max.shape)
+        row_sum = torch.ones_like(row_max)
     out = q.new_zeros((batch, num_heads, num_rows, value_side.head_dim))
 
-    has_long_chunks = spec.latent and num_rows <= MAX_LATENT_ROWS
-    chunk_tokens = LATENT_CHUNK_TOKENS if has_long_chunks else CHUNK_TOKENS
-    chunk_size = max(chunk_tokens // pages.page_size, 1) * pages.page_size
-    # Without a position from `start` on, there is nothing to attend to.
-    page_starts = (
-        range(visible_start // chunk_size * chunk_size, visible_stop, chunk_size)
-        if visible_start < visible_stop
-        else range(0)
+    num_chunk_tokens = (
+        LATENT_CHUNK_TOKENS if spec.latent and num_rows <= MAX_LATENT_ROWS else CHUNK_TOKENS
     )
-    for page_start in page_starts:
-        chunk_start = max(page_start, visible_start)
-        chunk_stop = min(page_start + chunk_size, visible_stop)
+    chunk_size = max(num_chunk_tokens // pages.page_size, 1) * pages.page_size
+    # Chunks begin at multiples of their size, and so with a page.
+    aligned_starts = range(visible_start // chunk_size * chunk_size, visible_stop, chunk_size)
+    if visible_start >= visible_stop:
+        aligned_starts = range(0)  # no position is visible
+    for aligned_start in aligned_starts:
+        chunk_start = max(aligned_start, visible_start)
+        chunk_stop = min(aligned_start + chunk_size, visible_stop)
         columns = slice(chunk_start - start, chunk_stop - start)
         keys, values = (
             read_dense(raw_pages, side, chunk_start, chunk_stop).float() for side in "kv"
@@ -98,7 +98,9 @@ def attend(
             bias = spec.bias[..., columns].float()
             head_axes = (num_heads, group_size) if bias.shape[1] > 1 else (1, 1)
             grouped_logits += bias.unflatten(1, head_axes)
-        is_visible = find_visible(lengths, num_tokens, chunk_start, chunk_stop, spec.causal, window)
+        is_visible = find_visible(
+            lengths, num_tokens, chunk_start, chunk_stop, spec.causal, spec.window
+        )
         if spec.mask is not None:
             is_visible = is_visible & spec.mask[:, 0, :, columns].bool()
         grouped_logits.masked_fill_(~is_visible[:, None, None], -torch.inf)
@@ -107,16 +109,16 @@ def attend(
         if bool(is_hidden.any()):
             values.masked_fill_(is_hidden[:, None, :, None], 0)
 
-        m_new = torch.maximum(m_i, logits.amax(-1, keepdim=True))
-        # A row without visible tokens so far has m_new = -inf, and exp(-inf - -inf) would be NaN.
-        m_finite = m_new.masked_fill(m_new == -torch.inf, 0)
-        weights = (logits - m_finite).exp_()
-        alpha = (m_i - m_finite).exp_()
-        l_i = l_i * alpha + weights.sum(-1, keepdim=True)
-        out *= alpha
+        new_max = torch.maximum(row_max, logits.amax(-1, keepdim=True))
+        # A row without visible tokens so far has new_max = -inf, and exp(-inf - -inf) would be NaN.
+        finite_max = new_max.masked_fill(new_max == -torch.inf, 0)
+        weights = (logits - finite_max).exp_()
+        rescaling = (row_max - finite_max).exp_()
+        row_sum = row_sum * rescaling + weights.sum(-1, keepdim=True)
+        out *= rescaling
         out += weights @ values
-        m_i = m_new
-    out /= l_i.masked_fill(l_i == 0, 1)
+        row_max = new_max
+    out /= row_sum.masked_fill(row_sum == 0, 1)
     if value_side.rotated:
         out = rotate(out)
     out = out.view(batch, num_heads, group_size, num_tokens, -1).permute(0, 3, 1, 2, 4).contiguous()

@@ -37,10 +37,10 @@ class SidePointers(NamedTuple):
     center: Tensor | None
 
 
-def make_pointers(pages: Pages, name: str) -> SidePointers:
+def make_pointers(pages: Pages, side: str) -> SidePointers:
     """Return the tensors of side "k" or "v"."""
-    side, codes = (pages.k, pages.k_codes) if name == "k" else (pages.v, pages.v_codes)
-    return SidePointers(pages.offsets, codes, side.static_scale, side.center)
+    stored_side, codes = (pages.k, pages.k_codes) if side == "k" else (pages.v, pages.v_codes)
+    return SidePointers(pages.offsets, codes, stored_side.static_scale, stored_side.center)
 
 
 class AttentionTensors(NamedTuple):
@@ -99,14 +99,14 @@ class SideSizes:
         dim: The head size.
         width: The head size padded for `tl.dot`: a power of two, at least 16.
         rotation_size: Number of channels that a rotation mixes, or 1 without rotation.
-        head_size: Size of a head in a page, in bytes.
+        head_bytes: Size of a head in a page, in bytes.
         stored_size: Number of elements that store a vector (`count_elements`).
     """
 
     dim: int
     width: int
     rotation_size: int
-    head_size: int
+    head_bytes: int
     stored_size: int
 
 
@@ -183,12 +183,12 @@ class AttentionArgs(NamedTuple):
     target: Target
     workload: Workload
 
-    def options(self, config: LaunchConfig) -> dict[str, object]:
+    def make_options(self, config: LaunchConfig) -> dict[str, object]:
         """Return the constexpr parameter of a kernel, and Triton's options."""
-        return {"CALL": _add_config(self.constants, config), **config.options()}
+        return {"CALL": _add_config(self.constants, config), **config.make_options()}
 
 
-def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
+def make_side_sizes(pages: Pages, side: str, min_width: int = 16) -> SideSizes:
     """Return the sizes of side "k" or "v", padded to at least `min_width`.
 
     Equal sizes give the same object.
@@ -197,7 +197,7 @@ def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
         ConfigError: Codes are packed, and the head size is not a power of two of at least
             `min_width` and `MIN_PACKED_TILE`.
     """
-    stored_side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
+    stored_side, dtype = (pages.k, pages.k_dtype) if side == "k" else (pages.v, pages.v_dtype)
     dim = stored_side.head_dim
     width = max(min_width, next_power_of_2(dim))
     stored_size = count_elements(dim, dtype)
@@ -207,17 +207,18 @@ def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
             f"{stored_side.format} on a GPU, got {dim}. Choose an 8-bit format"
         )
     rotation_size = compute_rotation_block(dim) if stored_side.rotated else 1
-    return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_size, stored_size)
+    return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_bytes, stored_size)
 
 
 def _choose_side_codec(
-    side: StoredSide, dtype: torch.dtype, target: Target, is_float32: bool
+    stored_side: StoredSide, dtype: torch.dtype, target: Target, is_float32: bool
 ) -> Codec:
     auto_dtype = _TRITON_DTYPES.get(dtype, tl.float16)
     is_float32 = is_float32 or dtype == torch.float32
-    keeps_nan = side.static_scale is not None
-    codec = choose_codec(side.format, target, auto_dtype, is_float32, keeps_nan)
-    return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
+    keeps_nan = stored_side.static_scale is not None
+    codec = choose_codec(stored_side.format, target, auto_dtype, is_float32, keeps_nan)
+    is_decoded = stored_side.format != AUTO and dtype.is_floating_point
+    return make_decoded_codec(codec) if is_decoded else codec
 
 
 def _prepare_broadcast(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
@@ -232,7 +233,7 @@ def _prepare_broadcast(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int,
     return tensor, (b, h, t)
 
 
-def prepare(
+def prepare_arguments(
     query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> AttentionArgs:
     """Return the arguments of kernels for a call with the arguments of `reference.attend`."""
@@ -247,7 +248,6 @@ def prepare(
     k, v = make_pointers(pages, "k"), make_pointers(pages, "v")
     if not centered:
         k = k._replace(center=None)
-    scales = pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None
     mask, mask_strides = _prepare_broadcast(spec.mask)
     mask_kind = NO_MASK.value
     bounds = None
@@ -261,7 +261,7 @@ def prepare(
                 bounds = find_mask_bounds(mask[:, 0, 0] != 0, start)
             mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _prepare_broadcast(spec.bias)
-    # A product needs 16 channels of each quarter of latents.
+    # Products of latents are computed by quarters of the channels, and `tl.dot` needs at least 16.
     k_sizes = make_side_sizes(pages, "k", 64 if spec.latent else 16)
     v_sizes = make_side_sizes(pages, "v")
     value_sizes, value_codec = (k_sizes, k_codec) if spec.latent else (v_sizes, v_codec)
@@ -305,7 +305,7 @@ def prepare(
         query=query,
         k=k,
         v=v,
-        token_scales=scales,
+        token_scales=pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None,
         table=pages.table,
         lengths=lengths,
         mask=mask,

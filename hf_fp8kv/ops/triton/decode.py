@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
-from .arguments import AttentionArgs, prepare
+from .arguments import AttentionArgs, prepare_arguments
 from .attention import Span, Strides, attend_rows, find_rows, finish_rows, write_rows
 from .replay import Variables, describe_shape
 from .schedule import count_schedule_rows, fill_schedule, get_max_parts
@@ -109,7 +109,7 @@ def attend(
     schedule: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention as `backend.attend`, for latents or up to MAX_DECODE_ROWS query rows."""
-    args = prepare(query, pages, lengths, start, stop, spec)
+    args = prepare_arguments(query, pages, lengths, start, stop, spec)
     assert args.workload.rows <= MAX_DECODE_ROWS or spec.latent
     config = choose_decode_config(args.target, args.workload)
     if schedule is not None and not _fits_schedule(schedule, args, config):
@@ -185,7 +185,7 @@ def launch_attention(
     launch(
         _attend, grid, tensors, schedule, out, partial_sums, batch, num_tokens, args.start,
         args.stop, args.window, args.factors, args.query_strides, *args.strides,
-        **args.options(config),
+        **args.make_options(config),
     )  # fmt: skip
     if max_parts > batch:
         values = tensors.k if constants.latent else tensors.v
@@ -243,7 +243,7 @@ def _attend(
         schedule_ptr: Schedule, `[max_parts + B, 4]`, int32, see schedule.py. None means that no
             sequence is split, and that `partial_ptr` is None.
         out_ptr: Output, `[B, T, Hq, out_dim]`, in the query's dtype.
-        partial_ptr: Partial sums by slot, `[max_parts, Hkv, rows, out_dim]`, followed by their
+        partial_ptr: Partial sums by index, `[max_parts, Hkv, rows, out_dim]`, followed by their
             maxima m_i and normalizers l_i, `[max_parts, Hkv, rows, 2]`, float32.
         batch, num_tokens: B and T.
         start, stop, window: As in `ops.attend`.
@@ -270,7 +270,7 @@ def _attend(
         b = tl.load(part_ptr)
         low = tl.load(part_ptr + 1)
         high = tl.minimum(tl.load(part_ptr + 2), stop)
-        slot = tl.load(part_ptr + 3)
+        sums_index = tl.load(part_ptr + 3)
         if b < 0:
             return
     length = tl.load(tensors.lengths + b)
@@ -287,14 +287,14 @@ def _attend(
     NUM_SUMS: tl.constexpr = 4 if CALL.latent and CALL.out.rotation_size == 1 else 1
     WIDTH: tl.constexpr = CALL.out.width // NUM_SUMS
     d = tl.arange(0, WIDTH)
-    if schedule_ptr is None or slot < 0:
+    if schedule_ptr is None or sums_index < 0:
         for i in tl.static_range(NUM_SUMS):
             write_rows(
                 out_ptr, acc[i], i * WIDTH + d, m_i, l_i, tensors, factors, rows, num_tokens, CALL
             )
     else:
         num_rows = CALL.group_size * num_tokens
-        row_index = ((slot * CALL.num_heads + h) * num_rows + rows.row).to(tl.int64)
+        row_index = ((sums_index * CALL.num_heads + h) * num_rows + rows.row).to(tl.int64)
         sum_ptrs = per_row(partial_ptr + row_index * CALL.out.dim, SWAPPED) + per_column(d, SWAPPED)
         for i in tl.static_range(NUM_SUMS):
             in_head = per_row(rows.exists, SWAPPED) & per_column(
@@ -333,7 +333,7 @@ def _combine(
     b = tl.program_id(2)
     h = tl.program_id(1) % CALL.num_heads
     row = tl.program_id(0)
-    first_slot = tl.load(schedule_ptr + (max_parts + b) * 4)
+    first_sums_index = tl.load(schedule_ptr + (max_parts + b) * 4)
     num_parts = tl.load(schedule_ptr + (max_parts + b) * 4 + 1)
     if num_parts == 1:
         return
@@ -348,7 +348,9 @@ def _combine(
     l_i = tl.zeros([1], tl.float32)
     for first in range(0, num_parts, PARTS_AT_ONCE):
         in_range = first + i < num_parts
-        row_index = (((first_slot + first + i) * CALL.num_heads + h) * num_rows + row).to(tl.int64)
+        row_index = (((first_sums_index + first + i) * CALL.num_heads + h) * num_rows + row).to(
+            tl.int64
+        )
         part_m = tl.load(stats_ptr + row_index * 2, mask=in_range, other=float("-inf"))
         part_l = tl.load(stats_ptr + row_index * 2 + 1, mask=in_range, other=0.0)
         part_acc = tl.load(

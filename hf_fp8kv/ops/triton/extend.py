@@ -17,7 +17,7 @@ from torch import Tensor
 from ...formats import AUTO
 from ..page_layout import make_page_layout
 from ..pages import AttentionSpec, Pages
-from .arguments import AttentionArgs, make_pointers, prepare
+from .arguments import AttentionArgs, make_pointers, prepare_arguments
 from .codec import decode_for_dot
 from .decode import launch_attention
 from .page_access import load_page_offset, load_quarters, point_to_head
@@ -40,11 +40,11 @@ def attend(
     query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> Tensor:
     """Compute attention as `backend.attend`, for any number of query rows."""
-    args = prepare(query, pages, lengths, start, stop, spec)
+    args = prepare_arguments(query, pages, lengths, start, stop, spec)
     config = choose_extend_config(args.target, args.workload)
     wide_pages = None if spec.deterministic else _widen_pages(args, pages, config)
     if wide_pages is not None:
-        args = prepare(query, wide_pages, lengths, start, stop, spec)
+        args = prepare_arguments(query, wide_pages, lengths, start, stop, spec)
         config = choose_extend_config(args.target, args.workload._replace(is_widened=True))
     num_blocks = cdiv(args.workload.rows, config.rows)
     has_idle_sms = pages.num_heads * len(lengths) * num_blocks < args.target.sm_count
@@ -101,8 +101,8 @@ def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pag
         make_pointers(pages, "v"), pages.token_scales, pages.table, args.tensors.lengths,
         make_pointers(wide_pages, "k"), make_pointers(wide_pages, "v"), wide_pages.token_scales,
         table, layout.size, pages.table.stride(0), PAGE_SIZE=page_size, K_SIZE=page_size * dims[0],
-        V_SIZE=page_size * dims[1], K_DIM=dims[0], HEAD_SIZE=pages.layout.head_size,
-        WIDE_HEAD_SIZE=layout.head_size, K_CODEC=codecs[0], V_CODEC=codecs[1],
+        V_SIZE=page_size * dims[1], K_DIM=dims[0], HEAD_BYTES=pages.layout.head_bytes,
+        WIDE_HEAD_BYTES=layout.head_bytes, K_CODEC=codecs[0], V_CODEC=codecs[1],
         SLOTS_WIDTH=next_power_of_2(page_size), num_warps=4,
     )  # fmt: skip
     return wide_pages
@@ -112,8 +112,8 @@ def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pag
 def _widen_codes(
     k, v, scales_ptr, table_ptr, lengths_ptr, wide_k, wide_v, wide_scales_ptr, wide_table_ptr,
     wide_page_bytes, table_stride, PAGE_SIZE: tl.constexpr, K_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr, K_DIM: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    WIDE_HEAD_SIZE: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
+    V_SIZE: tl.constexpr, K_DIM: tl.constexpr, HEAD_BYTES: tl.constexpr,
+    WIDE_HEAD_BYTES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
     SLOTS_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Decode the codes of one head of one page, and write the new table and offsets.
@@ -138,21 +138,21 @@ def _widen_codes(
         return
     page = tl.maximum(tl.load(table_ptr + b.to(tl.int64) * table_stride + i), 0)
     page_offset = load_page_offset(k, page)
-    k_ptr = point_to_head(k.codes, page_offset, h, HEAD_SIZE)
-    v_ptr = point_to_head(v.codes, page_offset, h, HEAD_SIZE)
+    k_ptr = point_to_head(k.codes, page_offset, h, HEAD_BYTES)
+    v_ptr = point_to_head(v.codes, page_offset, h, HEAD_BYTES)
     _widen_codes_of_head(
-        k_ptr, point_to_head(wide_k.codes, wide_offset, h, WIDE_HEAD_SIZE), K_SIZE, K_DIM, K_CODEC
+        k_ptr, point_to_head(wide_k.codes, wide_offset, h, WIDE_HEAD_BYTES), K_SIZE, K_DIM, K_CODEC
     )
     _widen_codes_of_head(
-        v_ptr, point_to_head(wide_v.codes, wide_offset, h, WIDE_HEAD_SIZE), V_SIZE, V_SIZE, V_CODEC
+        v_ptr, point_to_head(wide_v.codes, wide_offset, h, WIDE_HEAD_BYTES), V_SIZE, V_SIZE, V_CODEC
     )
     if scales_ptr is not None:
         n = tl.arange(0, SLOTS_WIDTH)
         words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         wide_words_ptr = wide_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         in_page = n < PAGE_SIZE
-        words = tl.load(point_to_head(words_ptr, page_offset, h, HEAD_SIZE) + n, mask=in_page)
-        wide_words_ptr = point_to_head(wide_words_ptr, wide_offset, h, WIDE_HEAD_SIZE)
+        words = tl.load(point_to_head(words_ptr, page_offset, h, HEAD_BYTES) + n, mask=in_page)
+        wide_words_ptr = point_to_head(wide_words_ptr, wide_offset, h, WIDE_HEAD_BYTES)
         tl.store(wide_words_ptr + n, words, mask=in_page)
 
 

@@ -23,8 +23,7 @@ def gather(
     ragged: bool,
 ) -> torch.Tensor:
     """Return dense keys or values, with the same bits as `reference.gather`."""
-    is_key = side == "k"
-    stored_side = pages.k if is_key else pages.v
+    stored_side = pages.k if side == "k" else pages.v
     batch = len(pages.table)
     num_heads = pages.num_heads
     shape = (batch, num_heads, stop - start, stored_side.head_dim)
@@ -39,7 +38,7 @@ def gather(
     launch(
         _gather, (num_tiles, num_heads, batch), make_pointers(pages, side), pages.token_scales, out,
         lengths, pages.table, start, stop, pages.table.stride(0), SIZES=sizes, CODEC=codec,
-        NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size, IS_V=not is_key, RAGGED=ragged,
+        NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size, IS_V=side == "v", RAGGED=ragged,
         TILE=tile_tokens,
         **choose_launch_options(out.device, sizes.width, rotated=stored_side.rotated),
     )  # fmt: skip
@@ -88,7 +87,7 @@ def _gather(
         slot = position % PAGE_SIZE
         is_loaded = exists[:, None] & in_head
     page_offset = load_page_offset(pointers, tl.maximum(page, 0))
-    codes_ptr = point_to_head(pointers.codes, page_offset, h, SIZES.head_size)
+    codes_ptr = point_to_head(pointers.codes, page_offset, h, SIZES.head_bytes)
     CHANNEL_STRIDE: tl.constexpr = PAGE_SIZE if IS_V else 1
     TOKEN_STRIDE: tl.constexpr = 1 if IS_V else SIZES.stored_size
     token_ptrs = (codes_ptr + slot * TOKEN_STRIDE)[:, None]
@@ -107,7 +106,7 @@ def _gather(
         if pointers.static_scale is not None:
             x *= tl.load(pointers.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIZES.head_size)
+            scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIZES.head_bytes)
             scale_ptrs += slot * 2 + (1 if IS_V else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         x = rotate(x, SIZES.rotation_size)

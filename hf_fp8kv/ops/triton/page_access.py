@@ -13,15 +13,15 @@ def load_page_offset(side, page):
 
 
 @triton.jit
-def point_to_head(pointer, page_offset, h, HEAD_SIZE: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
+def point_to_head(pointer, page_offset, h, HEAD_BYTES: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
     """Return a pointer to a region of head `h` in a page, with the shape of `page_offset`.
 
-    `pointer` points to the region of head 0 in the first page. HEAD_SIZE is the size of a head in a
-    page, in bytes. NUM_EQUAL is the number of consecutive offsets that are equal.
+    `pointer` points to the region of head 0 in the first page. HEAD_BYTES is the size of a head in
+    a page, in bytes. NUM_EQUAL is the number of consecutive offsets that are equal.
     """
     # Regions begin at multiples of 16 bytes, which Triton cannot derive from an offset. The
     # cast to an integer is needed: for a pointer plus an offset, compilers still load single bytes.
-    address = pointer.to(tl.int64) + page_offset + h * HEAD_SIZE
+    address = pointer.to(tl.int64) + page_offset + h * HEAD_BYTES
     head_ptr = tl.multiple_of(address.to(pointer.dtype), 16)
     if NUM_EQUAL > 1:
         head_ptr = tl.max_constancy(head_ptr, NUM_EQUAL)
@@ -76,7 +76,7 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
         the tokens' dynamic scales, `[TILE]`, if there are any. Packed codes become float16.
     """
     PAGE_SIZE: tl.constexpr = CALL.page_size
-    HEAD_SIZE: tl.constexpr = CALL.k.head_size
+    HEAD_BYTES: tl.constexpr = CALL.k.head_bytes
     DK: tl.constexpr = CALL.k.dim
     DV: tl.constexpr = CALL.v.dim
     n = tl.arange(0, TILE)
@@ -90,8 +90,8 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
     if PAGE_SIZE % TILE == 0:
         # The tile lies in one page, so its addresses are one base plus constants.
         slot = (j % (PAGE_SIZE // TILE)) * TILE
-        k_ptr = point_to_head(tensors.k.codes, page_offset, h, HEAD_SIZE) + slot * K_SIZE
-        v_ptr = point_to_head(tensors.v.codes, page_offset, h, HEAD_SIZE) + slot
+        k_ptr = point_to_head(tensors.k.codes, page_offset, h, HEAD_BYTES) + slot * K_SIZE
+        v_ptr = point_to_head(tensors.v.codes, page_offset, h, HEAD_BYTES) + slot
         k_ptrs = k_ptr + (n[:, None] * K_SIZE + d[None, :])
         v_ptrs = v_ptr + (dv[:, None] * PAGE_SIZE + n[None, :])
         slots = slot + n
@@ -105,9 +105,9 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
             pages = tl.max_constancy(pages, 16)
         page_offset = load_page_offset(tensors.k, pages)
         slots = position % PAGE_SIZE
-        k_ptr = point_to_head(tensors.k.codes, page_offset, h, HEAD_SIZE)
+        k_ptr = point_to_head(tensors.k.codes, page_offset, h, HEAD_BYTES)
         v_ptr = point_to_head(
-            tensors.v.codes, page_offset, h, HEAD_SIZE, 16 if PAGE_SIZE % 16 == 0 else 1
+            tensors.v.codes, page_offset, h, HEAD_BYTES, 16 if PAGE_SIZE % 16 == 0 else 1
         )
         k_ptrs = (k_ptr + slots * K_SIZE)[:, None] + d[None, :]
         v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE_SIZE
@@ -133,7 +133,7 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
     word_ptrs = n
     if tensors.token_scales is not None:
         words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        word_ptrs = point_to_head(words_ptr, page_offset, h, HEAD_SIZE) + slots
+        word_ptrs = point_to_head(words_ptr, page_offset, h, HEAD_BYTES) + slots
     return k_codes, v_codes, word_ptrs
 
 

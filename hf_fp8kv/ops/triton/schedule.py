@@ -9,9 +9,9 @@ sequence is a single part.
 
 A schedule is int32, `[max_parts + B, 4]`:
 
-    row i < max_parts    (sequence, first token, last token + 1, slot of its sums). Unused rows are
-                         -1. A sequence with a single part has the slot -1.
-    row max_parts + b    (first slot of sequence b, number of its parts, 0, 0)
+    row i < max_parts    (sequence, first token, last token + 1, index of its sums). Unused rows
+                         are -1. The index of a sequence's only part is -1.
+    row max_parts + b    (index of the first sums of sequence b, number of its parts, 0, 0)
 
 The first part of a sequence begins at 0, and the last part has no end. A schedule that was made for
 other lengths or another window therefore still assigns every position to exactly one program, and
@@ -127,8 +127,8 @@ def fill_schedule(
         capacity = max_ranges * num_head_blocks
     num_ranges = min(num_ranges, max_ranges)
     launch(
-        _schedule, (batch,), schedule, lengths, batch, num_tokens, window, start, num_head_blocks,
-        num_ranges, capacity, max_parts, config.split_cost, config.merge_cost,
+        _fill_schedule, (batch,), schedule, lengths, batch, num_tokens, window, start,
+        num_head_blocks, num_ranges, capacity, max_parts, config.split_cost, config.merge_cost,
         config.max_growth, PARTS_WIDTH=next_power_of_2(max_ranges), UNIT=config.unit,
         BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
@@ -194,7 +194,7 @@ def _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT,
         "max_growth",
     ]
 )
-def _schedule(
+def _fill_schedule(
     schedule_ptr, lengths_ptr, batch, num_tokens, window, start, num_head_blocks, num_ranges,
     capacity, max_parts, split_cost, merge_cost, max_growth, PARTS_WIDTH: tl.constexpr,
     UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr, WINDOWED: tl.constexpr,
@@ -212,19 +212,19 @@ def _schedule(
     """
     own_b = tl.program_id(0)
     b = tl.arange(0, BATCH_WIDTH)
-    exists = b < batch
-    ends = tl.load(lengths_ptr + b, mask=exists, other=0)
+    is_sequence = b < batch
+    lengths = tl.load(lengths_ptr + b, mask=is_sequence, other=0)
     first_token = tl.zeros([BATCH_WIDTH], tl.int32) + start
     if WINDOWED:
-        first_visible = find_last_before_window(ends - num_tokens, window) + 1
+        first_visible = find_last_before_window(lengths - num_tokens, window) + 1
         first_token = tl.maximum(first_token, first_visible)
     first_unit = tl.maximum(first_token, 0) // UNIT
     # An empty sequence also has a part, because a program must write its output.
-    units = tl.where(exists, tl.maximum(tl.cdiv(ends, UNIT) - first_unit, 1), 0)
+    units = tl.where(is_sequence, tl.maximum(tl.cdiv(lengths, UNIT) - first_unit, 1), 0)
 
     # The place of each sequence in the concatenation, in units.
-    stop = tl.cumsum(units, 0)
-    begin = stop - units
+    place_stop = tl.cumsum(units, 0)
+    place_start = place_stop - units
     total = tl.sum(units, 0)
     longest = tl.max(units, 0)
     # `min_tokens` minimizes the time to read a range and to merge the longest sequence's parts.
@@ -240,9 +240,9 @@ def _schedule(
     )
     range_units = tl.where(is_split, range_units, total)
 
-    first_range = begin // range_units
-    num_parts = tl.where(exists, (stop - 1) // range_units - first_range + 1, 0)
-    slot = tl.cumsum(num_parts, 0) - num_parts
+    first_range = place_start // range_units
+    num_parts = tl.where(is_sequence, (place_stop - 1) // range_units - first_range + 1, 0)
+    sums_index = tl.cumsum(num_parts, 0) - num_parts
     total_parts = tl.sum(num_parts, 0)
     # Parts in the middle of a sequence are whole ranges.
     num_middle = tl.maximum(num_parts - 2, 0)
@@ -251,38 +251,42 @@ def _schedule(
     # The sort key of a part is its length, and the longest part comes first. If most programs read
     # whole sequences, possibly of equal length, a bonus puts parts that begin a range first. Their
     # lengths differ, so that programs do not all end, and leave the memory idle, at the same time.
-    is_uniform = (longest <= range_units) | (batch * num_head_blocks >= 2 * capacity)
-    bonus = tl.where(is_uniform, EARLY_BONUS, 0)
-    first_key = tl.minimum(stop, (first_range + 1) * range_units) - begin
-    first_key += tl.where(begin == first_range * range_units, bonus, 0)
-    first_key = tl.where(exists, first_key, 0)
-    last_key = stop - (stop - 1) // range_units * range_units + bonus
+    puts_starts_first = (longest <= range_units) | (batch * num_head_blocks >= 2 * capacity)
+    bonus = tl.where(puts_starts_first, EARLY_BONUS, 0)
+    first_key = tl.minimum(place_stop, (first_range + 1) * range_units) - place_start
+    first_key += tl.where(place_start == first_range * range_units, bonus, 0)
+    first_key = tl.where(is_sequence, first_key, 0)
+    last_key = place_stop - (place_stop - 1) // range_units * range_units + bonus
     last_key = tl.where(num_parts > 1, last_key, 0)
 
     is_own = b == own_b
-    own_begin = _pick_own(begin, is_own)
+    own_place = _pick_own(place_start, is_own)
     own_unit = _pick_own(first_unit, is_own)
     own_range = _pick_own(first_range, is_own)
     own_parts = _pick_own(num_parts, is_own)
-    own_slot = _pick_own(slot, is_own)
-    own_first = _pick_own(first_key, is_own)
-    own_last = _pick_own(last_key, is_own)
-    first_row = total_middle + _count_before(first_key, last_key, own_first, b < own_b, b < own_b)
-    last_row = total_middle + _count_before(first_key, last_key, own_last, b <= own_b, b < own_b)
+    own_sums_index = _pick_own(sums_index, is_own)
+    own_first_key = _pick_own(first_key, is_own)
+    own_last_key = _pick_own(last_key, is_own)
+    first_row = total_middle + _count_before(
+        first_key, last_key, own_first_key, b < own_b, b < own_b
+    )
+    last_row = total_middle + _count_before(
+        first_key, last_key, own_last_key, b <= own_b, b < own_b
+    )
 
     i = tl.arange(0, PARTS_WIDTH)
     row = tl.where(i == own_parts - 1, last_row, _pick_own(middle_row, is_own) + i - 1)
     row = tl.where(i == 0, first_row, row)
-    part_begin = ((own_range + i) * range_units - own_begin + own_unit) * UNIT
-    part_end = part_begin + range_units * UNIT
+    part_start = ((own_range + i) * range_units - own_place + own_unit) * UNIT
+    part_stop = part_start + range_units * UNIT
     row_ptrs = schedule_ptr + row * 4
     is_own_part = i < own_parts
     tl.store(row_ptrs, own_b, mask=is_own_part)
-    tl.store(row_ptrs + 1, tl.where(i == 0, 0, part_begin), mask=is_own_part)
-    tl.store(row_ptrs + 2, tl.where(i == own_parts - 1, NO_END, part_end), mask=is_own_part)
-    tl.store(row_ptrs + 3, tl.where(own_parts > 1, own_slot + i, -1), mask=is_own_part)
+    tl.store(row_ptrs + 1, tl.where(i == 0, 0, part_start), mask=is_own_part)
+    tl.store(row_ptrs + 2, tl.where(i == own_parts - 1, NO_END, part_stop), mask=is_own_part)
+    tl.store(row_ptrs + 3, tl.where(own_parts > 1, own_sums_index + i, -1), mask=is_own_part)
     sequence_ptr = schedule_ptr + (max_parts + own_b) * 4
-    tl.store(sequence_ptr, own_slot)
+    tl.store(sequence_ptr, own_sums_index)
     tl.store(sequence_ptr + 1, own_parts)
 
     if own_b == batch - 1:
@@ -292,8 +296,8 @@ def _schedule(
 
 
 @triton.jit
-def _pick_own(x, is_own):
-    return tl.sum(tl.where(is_own, x, 0), 0)
+def _pick_own(values, is_own):
+    return tl.sum(tl.where(is_own, values, 0), 0)
 
 
 @triton.jit

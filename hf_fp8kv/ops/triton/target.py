@@ -63,7 +63,7 @@ class Target:
         """Return a target with this name and the size of a common chip."""
         sm_count, _ = CHIPS.get(name, _UNKNOWN_CHIP)
         if name.startswith("sm_"):
-            return cls("cuda", int(name[3:]), sm_count)
+            return cls("cuda", int(name.removeprefix("sm_")), sm_count)
         return cls("hip", name, sm_count)
 
     @property

@@ -41,7 +41,7 @@ class LaunchConfig:
     swapped: bool = False
     isolated: bool = True
 
-    def options(self) -> dict[str, int]:
+    def make_options(self) -> dict[str, int]:
         """Return Triton's options for a launch."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options if self.registers is None else {**options, "maxnreg": self.registers}

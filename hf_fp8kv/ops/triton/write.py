@@ -95,8 +95,10 @@ def choose_launch_options(device: torch.device, width: int, *, rotated: bool) ->
     without it ptxas spills on sm_100 and sm_120 before it uses all available registers.
     """
     num_warps = min(max(width // CHANNELS_PER_WARP, MIN_WARPS), MAX_WARPS)
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    return options | ({"maxnreg": 128} if rotated and get_target(device).is_nvidia else {})
+    options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False}
+    if rotated and get_target(device).is_nvidia:
+        options["maxnreg"] = 128
+    return options
 
 
 def choose_tile_size(page_size: int) -> int:
@@ -178,9 +180,9 @@ def write_side(
         column = position // PAGE_SIZE
         page = tl.load(table_ptr + column, mask=is_new & (column < num_columns), other=-1)
         slot = position % PAGE_SIZE
-    exists = is_new & (page >= 0)
+    is_stored = is_new & (page >= 0)
     page_offset = load_page_offset(pointers, tl.maximum(page, 0))
-    codes_ptr = point_to_head(pointers.codes, page_offset, h, SIZES.head_size)
+    codes_ptr = point_to_head(pointers.codes, page_offset, h, SIZES.head_bytes)
 
     if FORMAT is None:
         codes = tl.load(x_ptrs, mask=is_input, other=0.0).to(pointers.codes.dtype.element_ty)
@@ -201,9 +203,9 @@ def write_side(
             scale = search_scale_at_once(copies, FORMAT)
         else:
             scale = search_scale(x, FORMAT)
-        scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIZES.head_size)
+        scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIZES.head_bytes)
         scale_ptrs += slot * 2 + (1 if IS_V else 0)
-        tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
+        tl.store(scale_ptrs, to_bfloat16(scale), mask=is_stored)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
 
     CHANNEL_STRIDE: tl.constexpr = PAGE_SIZE if IS_V else 1
@@ -213,19 +215,19 @@ def write_side(
     if SIZES.stored_size < DIM:
         ptrs = token_ptrs + (tl.arange(0, DIM // 4) * CHANNEL_STRIDE)[None, :]
         first, second, low = pack(codes)
-        tl.store(ptrs, first, mask=exists[:, None])
-        tl.store(ptrs + DIM // 4 * CHANNEL_STRIDE, second, mask=exists[:, None])
+        tl.store(ptrs, first, mask=is_stored[:, None])
+        tl.store(ptrs + DIM // 4 * CHANNEL_STRIDE, second, mask=is_stored[:, None])
         if FORMAT.bits == 6:
-            tl.store(ptrs + DIM // 2 * CHANNEL_STRIDE, low, mask=exists[:, None])
+            tl.store(ptrs + DIM // 2 * CHANNEL_STRIDE, low, mask=is_stored[:, None])
     elif IS_V and TILE > 1 and PAGE_SIZE % TILE == 0:
         end = start + TILE
         if (page >= 0) & (start >= num_past) & (end <= num_past + num_tokens) & (end <= limit):
             # No token is masked, so the bytes of a run are stored together.
             tl.store(code_ptrs, codes, mask=in_head)
         else:
-            tl.store(code_ptrs, codes, mask=exists[:, None] & in_head)
+            tl.store(code_ptrs, codes, mask=is_stored[:, None] & in_head)
     else:
-        tl.store(code_ptrs, codes, mask=exists[:, None] & in_head)
+        tl.store(code_ptrs, codes, mask=is_stored[:, None] & in_head)
 
 
 @triton.jit
