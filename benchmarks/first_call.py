@@ -76,8 +76,7 @@ def measure_first_calls(
             for name, (attention, make_cache) in contenders.items()
         }
         # Short calls get more turns, because one interruption can take as long as the whole call.
-        num_turns = turns * max(1, 512 // num_tokens)
-        seconds = take_turns(calls, num_turns, str(model.device))
+        seconds = take_turns(calls, turns * max(1, 512 // num_tokens), str(model.device))
         for name, run in calls.items():
             with OperationCounter() as counter:  # type: ignore[no-untyped-call]
                 run()

@@ -79,8 +79,7 @@ def measure_windows(
 
 
 def make_config(name: str) -> PreTrainedConfig:
-    fields = dict(MODELS[name])
-    return AutoConfig.for_model(fields.pop("model_type"), attn_implementation=ATTENTION, **fields)
+    return AutoConfig.for_model(**MODELS[name], attn_implementation=ATTENTION)
 
 
 @torch.inference_mode()

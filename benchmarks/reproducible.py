@@ -38,7 +38,8 @@ VOCABULARY = 200
 ENGINE_PAGE_SIZE = 32
 ANSWER_TOKENS = 24
 # Number of tokens of a text, and number of texts. Attention sums spans of 512 tokens separately.
-TEXT_SIZES, DEMO_TEXT_SIZES = (600, 16), (512, 3)
+TEXT_SIZES = (600, 16)
+DEMO_TEXT_SIZES = (512, 3)
 # Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
 # issue 25790.
 NUM_POSITIONS = 512

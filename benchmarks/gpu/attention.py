@@ -121,6 +121,6 @@ def attend(
 ) -> torch.Tensor:
     """Attend with the operation of this package, and return the output, `[B, T, Hq, D]`."""
     return ops.attend(
-        query, pages, lengths, 0, max(case.lengths), case.attention_spec(), schedule=schedule,
+        query, pages, lengths, 0, max(case.lengths), case.make_attention_spec(), schedule=schedule,
         backend=backend,
     )  # fmt: skip

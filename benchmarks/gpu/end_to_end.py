@@ -6,6 +6,7 @@ time of a decode step do not depend on them.
 
 import functools
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -140,7 +141,7 @@ def _measure_contenders(
                 runs.append((row, run))
         for index in range(sizes.num_rounds):
             for row, run in runs:
-                if "failed" in row or (index and record.seconds_left() <= 0):
+                if "failed" in row or (index and record.compute_seconds_left() <= 0):
                     continue
                 try:
                     row.update(run.measure_round())
@@ -169,7 +170,7 @@ def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: s
 
         # The first two calls compile kernels. `take_turns` does not return the time of the first.
         seconds = take_turns({"call": generate}, 6, str(stage.device))["call"][1:]
-        return {"first_ms": 1e3 * statistics.median(seconds), "peak_bytes": stage.peak_bytes()}
+        return {"first_ms": 1e3 * statistics.median(seconds), "peak_bytes": stage.read_peak_bytes()}
 
     case = f"first token after {format_tokens(sizes.prompt_tokens)}"
     contenders: tuple[tuple[str, str, Callable[[], Cache]], ...] = (
@@ -250,7 +251,7 @@ class Run:
         if contender.cache_class is FP8PagedCache:
             self.options["backend"] = backend
         if self.options.get("offloading") == "half":
-            self.options["offloading"] = -(-context // PAGE_SIZE) * batch // 2
+            self.options["offloading"] = batch * math.ceil(context / PAGE_SIZE) // 2
         if contender.is_compiled:
             calls_per_round = 2 if contender.cache_class is FP8PagedCache else 1
             num_calls = 1 + calls_per_round * sizes.num_rounds
@@ -266,7 +267,7 @@ class Run:
         Full speed begins after the last slow step of the first half of the call.
         """
         self.stage.reset_peak()
-        old_bytes = self.stage.peak_bytes() or 0
+        old_bytes = self.stage.read_peak_bytes() or 0
         self.cache = self.contender.cache_class(config=self.model.config, **self.options)
         batch, num_tokens = self.ids.shape
         heads = self.sizes.heads
@@ -276,13 +277,14 @@ class Run:
         step_seconds = self._generate()
         typical_seconds = statistics.median(step_seconds)
         early_seconds = step_seconds[: len(step_seconds) // 2]
+        # A step is slow if it takes a quarter longer than the median step.
         slow_steps = [
             step
             for step, seconds in enumerate(early_seconds, 1)
             if seconds > 1.25 * typical_seconds
         ]
         # The memory of the other contenders of the case does not count. On a CPU the result is 0.
-        own_bytes = (self.stage.peak_bytes() or 0) - old_bytes
+        own_bytes = (self.stage.read_peak_bytes() or 0) - old_bytes
         weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
         return {
             "first_ms": 1e3 * step_seconds[0],

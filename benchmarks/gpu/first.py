@@ -104,7 +104,8 @@ def _run_step(step: Step, results_file: Path, is_dry: bool) -> tuple[int, list[R
         return exit_code, _read_sections(rows_file)
     if step.tests:
         os.environ["HF_FP8KV_RESULTS"] = str(rows_file)
-        os.environ["HF_FP8KV_REPEAT"] = str(min(step.num_repetitions, 1 if is_dry else 1000))
+        num_repetitions = min(step.num_repetitions, 1) if is_dry else step.num_repetitions
+        os.environ["HF_FP8KV_REPEAT"] = str(num_repetitions)
         options = (
             "-q", "-p", "no:cacheprovider", "-p", "tests.tools.gpu.repeated", "-m", "",
             "-W", "ignore", "--tb=short",

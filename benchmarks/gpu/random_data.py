@@ -38,9 +38,14 @@ def pack_pages(
     num_pages, num_heads, page_size, _ = k_codes.shape
     k_dtype = SidePlan(k.format).find_dtype(k_codes.dtype)
     v_dtype = SidePlan(v.format).find_dtype(v_codes.dtype)
-    has_scales = token_scales is not None
     layout = make_page_layout(
-        num_heads, page_size, k.head_dim, v.head_dim, k_dtype, v_dtype, has_scales
+        num_heads,
+        page_size,
+        k.head_dim,
+        v.head_dim,
+        k_dtype,
+        v_dtype,
+        has_scales=token_scales is not None,
     )
     block = k_codes.new_zeros((num_pages, layout.size), dtype=torch.uint8)
     regions = layout.split(block)
@@ -58,7 +63,7 @@ def pack_pages(
         page_size=page_size,
         k_dtype=k_dtype,
         v_dtype=v_dtype,
-        has_scales=has_scales,
+        has_scales=token_scales is not None,
     )
 
 
@@ -155,13 +160,12 @@ def compute_output_error(
     if not bool(output.isfinite().all()):
         return float("inf")
     batch = len(case.lengths)
-    heads = case.heads
     num_new_tokens = case.num_new_tokens
     longest = case.lengths.index(max(case.lengths))
-    heads_per_kv = heads.num_query_heads // heads.num_kv_heads
+    heads_per_kv = case.heads.num_query_heads // case.heads.num_kv_heads
     has_many_heads = heads_per_kv > MAX_COMPARED_HEADS
     group_size = math.gcd(heads_per_kv, MAX_COMPARED_HEADS) if has_many_heads else heads_per_kv
-    num_groups = heads.num_query_heads // group_size
+    num_groups = case.heads.num_query_heads // group_size
     compared_pairs = {(0, 0), (batch - 1, num_groups - 1), (longest, num_groups // 2)}
     compared_pairs.add((random.randrange(batch), random.randrange(num_groups)))
     errors = []
@@ -173,7 +177,7 @@ def compute_output_error(
         for start, stop in {(0, num_compared), (num_new_tokens - num_compared, num_new_tokens)}:
             # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
             length = case.lengths[sequence] - num_new_tokens + stop
-            spec = case.attention_spec()
+            spec = case.make_attention_spec()
             if case.padding:
                 positions = torch.arange(length, device=query.device)
                 spec = spec._replace(mask=(positions >= case.padding[sequence])[None, None, None])

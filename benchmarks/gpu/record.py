@@ -55,7 +55,7 @@ class Record:
         self.skipped = []
         return self.skipped
 
-    def seconds_left(self) -> float:
+    def compute_seconds_left(self) -> float:
         return self._deadline - time.perf_counter()
 
     def skip(self, message: str) -> None:
@@ -79,7 +79,7 @@ class Record:
         shard_index, num_shards = self._shard
         if next(self._row_indices) % num_shards != shard_index:
             return None
-        if self.seconds_left() <= self._fastest_seconds.get((section, name), 0.0):
+        if self.compute_seconds_left() <= self._fastest_seconds.get((section, name), 0.0):
             self.skip(f"{label}: no time left")
             return None
         row: Row = {"section": section, "case": str(case), "name": name}

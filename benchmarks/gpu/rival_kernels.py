@@ -270,7 +270,7 @@ def _make_flashinfer_attend(flashinfer: Any, case: Case, inputs: Inputs) -> Atte
 
 
 def _make_flash_mla_attend(flash_mla: Any, case: Case, inputs: Inputs) -> Attend:
-    scaling = case.attention_spec().scaling
+    scaling = case.make_attention_spec().scaling
     metadata, num_splits = flash_mla.get_mla_metadata(inputs.lengths, case.heads.num_query_heads, 1)
 
     def attend(pool: KVPair) -> torch.Tensor:

@@ -20,10 +20,10 @@ class Heads:
     def query_dim(self) -> int:
         return self.dim + self.rope_dim
 
-    def bytes_per_token(self, fmt: "PageFormat") -> float:
+    def compute_bytes_per_token(self, fmt: "PageFormat") -> float:
         """Return the number of bytes that are read for a stored token, including its scales."""
         if not self.rope_dim:
-            return 2 * self.num_kv_heads * self.dim * fmt.bytes_per_value(self.dim)
+            return 2 * self.num_kv_heads * self.dim * fmt.compute_bytes_per_value(self.dim)
         # The scales of a token take one 32-bit word, although the RoPE part has no scale.
         scale_bytes = 0 if fmt.is_static or fmt.dtype == AUTO else 4
         return self.dim * (2 if fmt.dtype == AUTO else 1) + scale_bytes + 2 * self.rope_dim
@@ -37,7 +37,7 @@ class PageFormat:
     dtype: str  # a key of `formats.FORMATS`, or "auto"
     is_static: bool = False  # whether the scales are constants
 
-    def bytes_per_value(self, dim: int) -> float:
+    def compute_bytes_per_value(self, dim: int) -> float:
         """Return the bytes that are read for a value of K or V, with its share of a scale."""
         if self.dtype == AUTO:
             return 2.0
@@ -89,7 +89,7 @@ class Case:
 
     def count_bytes_read(self, fmt: PageFormat) -> float:
         """Return the bytes of K and V that are read, including their scales."""
-        return self.tokens_read * self.heads.bytes_per_token(fmt)
+        return self.tokens_read * self.heads.compute_bytes_per_token(fmt)
 
     def describe(self) -> dict[str, int]:
         """Return the fields of a row that describe the work of a call."""
@@ -104,7 +104,7 @@ class Case:
         )
         return replace(self, label=str(self), padding=padding)
 
-    def attention_spec(self) -> AttentionSpec:
+    def make_attention_spec(self) -> AttentionSpec:
         return AttentionSpec(
             self.scaling or self.heads.query_dim**-0.5, causal=True, window=self.window,
             softcap=self.softcap, latent=self.heads.rope_dim > 0,

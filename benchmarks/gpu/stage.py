@@ -1,6 +1,7 @@
 """Measure times and memory on the device under test."""
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ class Stage:
         if self.is_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def peak_bytes(self) -> int | None:
+    def read_peak_bytes(self) -> int | None:
         """Return the peak of allocated memory in bytes, or None on a CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else None
 
@@ -85,9 +86,12 @@ class Stage:
 
     def count_buffers(self, buffer_bytes: int) -> int:
         """Return the number of buffers that fill four times the device's cache, at most 256."""
-        if self.is_dry or self.is_compiling:
-            return 1 if self.is_compiling else 2
-        return max(1, min(-(-4 * self.cache_bytes // max(buffer_bytes, 1)), 256))
+        if self.is_compiling:
+            return 1
+        if self.is_dry:
+            return 2
+        num_buffers = math.ceil(4 * self.cache_bytes / max(buffer_bytes, 1))
+        return max(1, min(num_buffers, 256))
 
     def count_launches(self, steps: Sequence[Step]) -> float | None:
         """Return the average number of kernels, copies and fills of a step, or None on a CPU.

@@ -54,7 +54,7 @@ def _measure_case(
         ]
         _check_bytes(layer_pages[-1], *kv_pairs[-1], lengths, backend)
         # The values are read, and the codes and scales are written.
-        num_bytes = num_values * (2.0 + fmt.bytes_per_value(heads.dim))
+        num_bytes = num_values * (2.0 + fmt.compute_bytes_per_value(heads.dim))
         return {**stage.time_steps(steps), "moved": num_bytes, "layers": num_layers}
 
     record.measure("write", case, fmt.name, measure_row)
