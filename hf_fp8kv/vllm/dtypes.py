@@ -27,10 +27,11 @@ class CacheDType:
 
 
 def _make_dtypes() -> dict[str, CacheDType]:
+    """Return the values of the option by name: each format, with dynamic and static scales."""
     dtypes = {}
     for format_name in (None, *FORMATS):
         if format_name == "fp8_e4m3fnuz":
-            continue  # a format for AMD's hardware, with the same precision as E4M3
+            continue  # as precise as E4M3, and only read from checkpoints for AMD's GPUs
         for is_dynamic in (True, False):
             suffix = "" if format_name is None else "_" + format_name.removeprefix("fp8_")
             name = _NAME_PREFIX + suffix + ("" if is_dynamic else "_static")

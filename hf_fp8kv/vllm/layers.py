@@ -23,10 +23,10 @@ from .specs import customize_backend
 from .storage import check_scales, count_slot_bytes, make_layout, read_options, view_pages
 
 
-def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
+def refuse_unsupported(dtype_name: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
     """Raise ConfigError for attention that pages do not support. `config` is a VllmConfig."""
     _refuse_features(
-        dtype,
+        dtype_name,
         (f"attention of type {attn_type!r}", attn_type != "decoder"),
         ("ALiBi", alibi_slopes is not None),
         ("attention that is not causal", config.attention_config.use_non_causal),
@@ -37,22 +37,22 @@ def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config:
         check_connector(transfer.kv_connector, transfer.kv_connector_extra_config)
 
 
-def refuse_spec(dtype: str, spec: Any) -> None:
+def refuse_spec(dtype_name: str, spec: Any) -> None:
     """Raise ConfigError if vLLM's spec of a layer's cache does not fit pages."""
     _refuse_features(
-        dtype,
-        # vLLM itself writes tokens to the pages of some layers, for example.
+        dtype_name,
+        # Other specs have pages in which a token has no slot, or to which vLLM itself writes.
         (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SUPPORTED_SPECS),
         ("attention that is not causal", getattr(spec, "non_causal", False)),
         ("values whose size differs from keys", spec.head_size != spec.head_size_v),
     )
 
 
-def _refuse_features(dtype: str, *features: tuple[str, bool]) -> None:
+def _refuse_features(dtype_name: str, *features: tuple[str, bool]) -> None:
     for feature, is_present in features:
         if is_present:
             raise ConfigError(
-                f"--kv-cache-dtype {dtype}: expected attention that FP8 pages support, got "
+                f"--kv-cache-dtype {dtype_name}: expected attention that FP8 pages support, got "
                 f"{feature}. Serve this model with --kv-cache-dtype auto"
             )
 
@@ -128,7 +128,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         check_scales(self.options, text_config.num_hidden_layers, model_types)
         # vLLM's layers by name, which do not contain the layer of this object yet.
         self._layers = config.compilation_config.static_forward_context
-        self._view: tuple[torch.Tensor, StoredLayer] | None = None  # a pool's tensor, and the layer
+        self._viewed_tensor: torch.Tensor | None = None  # the tensor that `_stored_layer` views
 
     def bind(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
         """Set the storage of layer `index` of a model of this dtype, on the device of the pool."""
@@ -149,11 +149,12 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
 
     def view_stored_layer(self, kv_cache: torch.Tensor) -> StoredLayer:
         """Return the layer with its pages, which are views of this tensor of vLLM's pool."""
-        if self._view is None or self._view[0] is not kv_cache:
+        if self._viewed_tensor is not kv_cache:
             layout = self._make_layout(page_size=kv_cache.shape[2])
             pages = view_pages(kv_cache, layout)
-            self._view = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
-        return self._view[1]
+            self._stored_layer = StoredLayer(pages, self._storage, layout, self._backend)
+            self._viewed_tensor = kv_cache
+        return self._stored_layer
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Set the size of this layer's slots, which vLLM then reads from the layer's backend.
@@ -174,11 +175,13 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
                 )
         has_several_windows = len({layer.sliding_window for layer in slot_bytes}) > 1
         for layer, num_bytes in slot_bytes.items():
-            backend = layer.attn_backend
-            # The backend has the attribute if weights are loaded again.
-            if layer.impl is self and not hasattr(backend, "slot"):
+            backend_class = layer.attn_backend
+            # The class has the attribute if weights are loaded again.
+            if layer.impl is self and not hasattr(backend_class, "slot"):
                 all_bytes = set(slot_bytes.values()) if has_several_windows else {num_bytes}
-                layer.attn_backend = customize_backend(backend, num_bytes, frozenset(all_bytes))
+                layer.attn_backend = customize_backend(
+                    backend_class, num_bytes, frozenset(all_bytes)
+                )
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Do nothing, because `forward` stores keys and values and attends in one call."""
@@ -213,10 +216,11 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             None if states is None or self.shares_pages else states.transpose(0, 1)[None]
             for states in (key, value)
         )
-        queries = query.transpose(0, 1)[None]
         out = output.view(1, *query.shape)
         stored_layer = self.view_stored_layer(kv_cache)
-        stored_layer.attend(queries, keys, values, attn_metadata.work, spec, out)
+        stored_layer.attend(
+            query.transpose(0, 1)[None], keys, values, attn_metadata.work, spec, out
+        )
         return output
 
 
@@ -232,8 +236,8 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         # In a class with two bases, `super()` would be vLLM's builder for its own kernels.
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        self._dtype = next(iter(layers.values())).kv_cache_dtype
-        refuse_spec(self._dtype, kv_cache_spec)
+        self._dtype_name = next(iter(layers.values())).kv_cache_dtype
+        refuse_spec(self._dtype_name, kv_cache_spec)
         bind_layers(layers, vllm_config, kv_cache_spec.block_size, device)
 
     def build(
@@ -243,15 +247,17 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         metadata = common_attn_metadata
         block_size = self.kv_cache_spec.block_size
         if metadata.causal is not True:
-            _refuse_features(self._dtype, ("attention that is not causal", True))
+            _refuse_features(self._dtype_name, ("attention that is not causal", True))
         num_requests = metadata.num_reqs
         lengths = metadata.seq_lens[:num_requests].to(torch.int32)
         table = metadata.block_table_tensor[:num_requests]
-        slots = metadata.slot_mapping
+        slot_mapping = metadata.slot_mapping
         starts = metadata.query_start_loc_cpu[: num_requests + 1].numpy()
         if self._supports_cuda_graphs and is_decoding(starts):
-            return StepMetadata(partial(make_masked_decode_work, lengths, table, slots, block_size))
-        # Planned now, because vLLM writes the next step to the same host memory.
-        max_length = metadata.max_seq_len
-        work = plan_step(starts, lengths, table, slots, block_size, max_length)
+            make_work = partial(make_masked_decode_work, lengths, table, slot_mapping, block_size)
+            return StepMetadata(make_work)
+        # The step is planned now, because vLLM writes the next step to the same host memory.
+        work = plan_step(
+            starts, lengths, table, slot_mapping, block_size, max_length=metadata.max_seq_len
+        )
         return StepMetadata(lambda: work)

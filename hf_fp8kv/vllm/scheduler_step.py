@@ -36,7 +36,7 @@ class StepMetadata:
 
 
 def make_masked_decode_work(
-    lengths: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, page_size: int
+    lengths: torch.Tensor, table: torch.Tensor, slot_mapping: torch.Tensor, page_size: int
 ) -> LayerWork:
     """Return the operations of a step with one token per request, computed on the device.
 
@@ -44,7 +44,7 @@ def make_masked_decode_work(
     the current values of vLLM's tensors. A row without a slot (padding, or a dummy run) stores
     nothing and attends to nothing, because its block table may still belong to another request.
     """
-    lacks_slot = slots[: len(lengths)] < 0
+    lacks_slot = slot_mapping[: len(lengths)] < 0
     table = table.masked_fill(lacks_slot[:, None], -1)
     return make_decode_work(table, lengths.masked_fill(lacks_slot, 0), page_size)
 
@@ -58,7 +58,7 @@ def plan_step(
     starts: _Ints,
     lengths: torch.Tensor,
     table: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     page_size: int,
     max_length: int,
 ) -> LayerWork:
@@ -71,19 +71,19 @@ def plan_step(
         lengths: Number of stored tokens of each request, including this step's, `[R]`, int32
             (sequence lengths).
         table: Block table, `[R, M]`, int32.
-        slots: `page * page_size + slot` of each token, `[N]` (slot mapping). Tokens with a negative
-            value are not stored.
+        slot_mapping: `page * page_size + slot` of each token, `[N]`. Tokens with a negative value
+            are not stored.
         page_size: Tokens per page.
         max_length: An upper bound on `lengths`, on the host.
     """
     num_tokens = int(starts[-1])
-    slots = slots[:num_tokens]
-    pages = torch.div(slots, page_size, rounding_mode="floor").to(torch.int32)[:, None]
-    slot_ends = (slots % page_size + 1).to(torch.int32)
+    slot_mapping = slot_mapping[:num_tokens]
+    page_indices = torch.div(slot_mapping, page_size, rounding_mode="floor").to(torch.int32)
+    slot_ends = (slot_mapping % page_size + 1).to(torch.int32)
     written_tokens = None
-    if slots.is_cpu and bool((slots < 0).any()):
-        written_tokens = (slots >= 0).nonzero()[:, 0]
-        pages = pages[written_tokens]
+    if slot_mapping.is_cpu and bool((slot_mapping < 0).any()):
+        written_tokens = (slot_mapping >= 0).nonzero()[:, 0]
+        page_indices = page_indices[written_tokens]
         slot_ends = slot_ends[written_tokens]
     counts = np.diff(starts)
     indices = np.flatnonzero(counts).tolist()
@@ -91,7 +91,7 @@ def plan_step(
     max_length = min(max_length, table.shape[1] * page_size)
     groups = group_by_length(rows)
     batches = [_plan_batch(group, num_tokens, lengths, table, max_length) for group in groups]
-    return LayerWork(written_tokens, pages, slot_ends, batches, [], num_tokens)
+    return LayerWork(written_tokens, page_indices[:, None], slot_ends, batches, [], num_tokens)
 
 
 def _plan_batch(

@@ -78,11 +78,12 @@ def make_layout(
 
 def count_slot_bytes(options: CacheOptions, index: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return the number of bytes of a token and KV head of a layer."""
-    return make_layout(options, index, 1, head_dim, 16, dtype).bytes_per_page // 16
+    page_size = 16  # pages of any size have the same number of bytes per token
+    return make_layout(options, index, 1, head_dim, page_size, dtype).bytes_per_page // page_size
 
 
 def read_options(
-    dtype: str,
+    dtype_name: str,
     additional_config: object,
     checkpoint: str,
     tp_rank: int,
@@ -93,7 +94,7 @@ def read_options(
     """Return the options of a model's pages in one tensor-parallel rank.
 
     Args:
-        dtype: Value of `--kv-cache-dtype`, a key of `DTYPES`.
+        dtype_name: Value of `--kv-cache-dtype`, a key of `DTYPES`.
         additional_config: vLLM's `--additional-config`, a dict.
         checkpoint: Folder or repository of the model. It has the static scales if none are given.
         tp_rank, tp_size: Rank of this process, and number of processes, in tensor parallelism.
@@ -119,12 +120,12 @@ def read_options(
                 f"Omit {name}, or pass {rule}"
             )
     tensor_parallel = TensorParallel(tp_rank, tp_size)
-    return _load_options(dtype, checkpoint, tensor_parallel, revision, engine, **options)
+    return _load_options(dtype_name, checkpoint, tensor_parallel, revision, engine, **options)
 
 
 @functools.lru_cache(maxsize=8, typed=True)
 def _load_options(
-    name: str,
+    dtype_name: str,
     checkpoint: str,
     tensor_parallel: TensorParallel,
     revision: str | None,
@@ -135,9 +136,9 @@ def _load_options(
     backend: str,
 ) -> CacheOptions:
     """Return the options, which are cached for each `engine`."""
-    dtype = DTYPES[name]
+    cache_dtype = DTYPES[dtype_name]
     loaded_scales: KVScales | str | float | None = scales
-    if scales is None and plan is None and not dtype.is_dynamic:
+    if scales is None and plan is None and not cache_dtype.is_dynamic:
         loaded_scales = resolve_scales(
             checkpoint,
             tp_rank=tensor_parallel.rank,
@@ -147,15 +148,17 @@ def _load_options(
     options = ServingConfig.parse(
         scales=loaded_scales,
         plan=plan,
-        dtype=dtype.format,
+        dtype=cache_dtype.format,
         backend=backend,
         tensor_parallel=tensor_parallel,
     ).options
-    if options.has_dynamic_scales != dtype.is_dynamic:
-        matching_name = f"{name}_static" if dtype.is_dynamic else name.removesuffix("_static")
-        expected = "a scale for each token and head" if dtype.is_dynamic else "static scales"
+    if options.has_dynamic_scales != cache_dtype.is_dynamic:
+        matching_name = (
+            f"{dtype_name}_static" if cache_dtype.is_dynamic else dtype_name.removesuffix("_static")
+        )
+        expected = "a scale for each token and head" if cache_dtype.is_dynamic else "static scales"
         raise ConfigError(
-            f"--kv-cache-dtype {name}: expected {expected}, got {options.scales!r}. Use "
+            f"--kv-cache-dtype {dtype_name}: expected {expected}, got {options.scales!r}. Use "
             f"{matching_name} for these scales"
         )
     return options
