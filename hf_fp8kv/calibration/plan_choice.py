@@ -234,7 +234,7 @@ def resolve_plan(
         with _choice_lock:
             plan = _find_plan(model, prefix_store, bits, is_split=is_split, must_choose=must_choose)
     elif isinstance(plan, StoragePlan) and prefix_store is not None:
-        # Later processes read it. If the folder has another plan, the model keeps this plan.
+        # Later processes read the file. If it has another plan, the model keeps this plan.
         share_plan(_make_shared_path(model, prefix_store, bits), plan, prefix_store)
     return {**keywords, "dtype": DEFAULT_DTYPE if plan is None else None, "plan": plan}
 
@@ -393,9 +393,7 @@ def _draw_window(model: PreTrainedModel) -> Tensor:
     num_tokens = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
     ids = torch.randint(vocab_size, (num_tokens,), generator=generator, device="cpu")
     generation_config = getattr(model, "generation_config", None)
-    configs = [
-        config.to_dict() for config in (model.config, generation_config) if config is not None
-    ]
+    configs = [each.to_dict() for each in (model.config, generation_config) if each is not None]
     is_special = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
     for path, value in tree_leaves_with_path(configs):
         is_id = type(value) is int and 0 <= value < vocab_size
@@ -438,8 +436,12 @@ def _choose(
             center = None
             layer_plan = LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
             k_costs[index] = 0.0  # unknown
-            all_states = [states.pop(index) for states in call_states if index in states]
-            is_visible = bool(all_states) and all(states[2] is not None for states in all_states)
+            all_states = [
+                states_by_layer.pop(index)
+                for states_by_layer in call_states
+                if index in states_by_layer
+            ]
+            is_visible = all_states and all(queries is not None for *_, queries in all_states)
             if is_visible:
                 center, layer_plan, k_costs[index] = _choose_layer_plan(
                     index, all_states, may_transform_k, is_latent
@@ -451,8 +453,8 @@ def _choose(
                         f"bits: expected 8, because layer {index} stores latents or hides its "
                         f"queries, got {bits}. Leave it out"
                     )
-                key, value = (side[:1].transpose(0, 1)[None] for side in all_states[0][:2])
-                cache.update(key, value, index)
+                k, v, _ = all_states[0]
+                cache.update(k[:1].transpose(0, 1)[None], v[:1].transpose(0, 1)[None], index)
                 narrow_plan, errors[index] = _choose_narrow_plan(all_states, center, layer_plan.k)
                 narrow_scales[index] = replace(layer_scales[index], plan=narrow_plan)
         plan = StoragePlan(
@@ -583,7 +585,7 @@ def _choose_narrow_plan(
         [queries.compute_cost("v", v.float()) for _, v, queries in all_states if queries]
     )
     relative_costs = costs[best_index] / output_squares.sum(0).cpu().clamp(_EPSILON)
-    e4m3_ratio = costs[best_index].sum(0, keepdim=True) / costs[-1].sum(0)
+    e4m3_ratio = costs[best_index].sum(0, keepdim=True) / costs[candidates.index(_E4M3)].sum(0)
     return plans[best_index], torch.cat([relative_costs, e4m3_ratio])
 
 
@@ -620,6 +622,7 @@ def _record_losses(
             plan.layers[index].plan or (), narrow_plan.layers[index].plan or (), strict=True
         )
         is_narrow = torch.tensor([side == narrow_side for side, narrow_side in sides])
+        # The third row compares the errors of K and V with E4M3.
         squared_errors[index] = layer_errors[:2][is_narrow].sum(0).max()
     worst_index = max(squared_errors, key=lambda index: squared_errors[index])
     return replace(

@@ -84,26 +84,27 @@ def _choose_sides(
 ) -> StoragePlan:
     ids = window[None].to(find_input_device(model))
     num_read = len(window) // 2
-    expected = compute_logits(model, ids, DynamicCache(config=model.config), scored=True)
+    expected_logits = compute_logits(model, ids, DynamicCache(config=model.config), scored=True)
 
-    def measure(plan: StoragePlan) -> tuple[float, FP8PagedCache]:
-        cache = FP8PagedCache(model.config, plan=plan, prefill="stored")
-        logits = compute_logits(model, ids, cache, scored=True)
-        kl = compute_scores(expected[:, num_read:], logits[:, num_read:], ids[:, :0]).kl
-        return kl.clamp(max=_LARGEST_KL).mean().item(), cache
+    def measure_kl(tried_plan: StoragePlan) -> tuple[float, FP8PagedCache]:
+        filled_cache = FP8PagedCache(model.config, plan=tried_plan, prefill="stored")
+        logits = compute_logits(model, ids, filled_cache, scored=True)
+        # Random tokens need no likelihood, so no next tokens are passed.
+        scores = compute_scores(expected_logits[:, num_read:], logits[:, num_read:], ids[:, :0])
+        return scores.kl.clamp(max=_LARGEST_KL).mean().item(), filled_cache
 
-    kl, cache = measure(plan)
+    kl, cache = measure_kl(plan)
     old_bytes = _count_bytes(cache, plan)
     max_kl = _MAX_KL_BFLOAT16 if model.dtype == torch.bfloat16 else MAX_KL
     protection = Protection(kl, kl, 0.0)
-    sides = product(sorted(costs, key=lambda index: -costs[index]), "kv")
+    layer_sides = product(sorted(costs, key=lambda index: -costs[index]), "kv")
     num_tries = max_tries if kl > max_kl else 0
-    for index, side in islice(sides, num_tries):
+    for index, side in islice(layer_sides, num_tries):
         candidate = _replace_side(plan, index, side, SidePlan(AUTO))
         extra_bytes = _count_bytes(cache, candidate) / old_bytes - 1
         # A side that already has the model's dtype adds no bytes.
         if protection.extra_bytes < extra_bytes <= max_extra_bytes:
-            kl, _ = measure(candidate)
+            kl, _ = measure_kl(candidate)
             if kl <= _MAX_KL_RATIO * protection.kl:
                 side_names = (*protection.sides, f"{side.upper()} of layer {index}")
                 protection = Protection(kl, protection.unprotected_kl, extra_bytes, side_names)
@@ -148,15 +149,16 @@ def widen_layers(
         (bits - MIN_BITS) * bytes_per_bit, max_extra_bytes * bytes_before
     )
     gains = {}
-    for index, layer_errors in errors.items():
-        for side, side_errors in zip("kv", layer_errors[:2], strict=True):
+    error_ratios = {}
+    for index, (k_errors, v_errors, e4m3_ratios) in errors.items():
+        error_ratios[index] = e4m3_ratios.max()
+        for side, side_errors in (("k", k_errors), ("v", v_errors)):
             candidate = _replace_side(
                 plan, index, side, getattr(wide_plan.layers[index].plan, side)
             )
             added_bytes = _count_bytes(cache, candidate) - bytes_before
             if added_bytes > 0:
                 gains[index, side] = float(side_errors.mean()) / added_bytes
-    error_ratios = {index: layer_errors[2].max() for index, layer_errors in errors.items()}
     lossy_layers = {
         index: wide_plan.layers[index]
         for index, error_ratio in error_ratios.items()

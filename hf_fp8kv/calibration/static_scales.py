@@ -150,8 +150,8 @@ def calibrate(
                 amax = torch.maximum(old_amax[0], amax[0]), torch.maximum(old_amax[1], amax[1])
             layer_amax[index] = amax
 
-        for states in call_states:
-            for index, (k, v, _) in states.items():
+        for states_by_layer in call_states:
+            for index, (k, v, _) in states_by_layer.items():
                 observe_layer(index, k, v)
         for batch in make_batches(windows, batch_size):
             observe(model, batch, layer_indices, observe_layer)
@@ -174,7 +174,9 @@ def calibrate(
         v_scale = compute_scale(
             v_amax * margin, mixed_granularity if storage.rotates("v") else granularity
         )
-        layer_states = [states[index] for states in call_states if index in states]
+        layer_states = [
+            states_by_layer[index] for states_by_layer in call_states if index in states_by_layer
+        ]
         has_queries = all(queries is not None for *_, queries in layer_states)
         if granularity == "head" and storage.center is None and has_queries:
             k_scale = search_head_scales("k", k_scale, layer_states, storage.plan)
@@ -277,9 +279,11 @@ def _add_centers(
     new_storages = dict(storages)
     for index, (layer_plan, center) in storages.items():
         needs_center = may_center if layer_plan is None else layer_plan.k.centered
-        keys = [states[index][0] for states in call_states if index in states]
-        if needs_center and center is None and keys:
-            mean = torch.cat([key.float() for key in keys]).mean(0)
+        layer_states = [
+            states_by_layer[index] for states_by_layer in call_states if index in states_by_layer
+        ]
+        if needs_center and center is None and layer_states:
+            mean = torch.cat([k.float() for k, *_ in layer_states]).mean(0)
             new_storages[index] = _Storage(layer_plan, mean.cpu())
     return new_storages
 

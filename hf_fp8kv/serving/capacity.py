@@ -111,13 +111,13 @@ def plan_tokens(
 def _make_planning_class(serving_config: ServingConfig | None, num_bytes: int) -> Any:
     """Return a cache class whose planner has `num_bytes` bytes of memory on every machine."""
     base_class: Any = stock.PagedAttentionCache
-    make: Callable[..., Any] = stock.PagedAttentionMemoryHandler
+    make_base_handler: Callable[..., Any] = stock.PagedAttentionMemoryHandler
     if serving_config is not None:
         base_class = make_cache_class(serving_config)
-        make = base_class.make_memory_handler
+        make_base_handler = base_class.make_memory_handler
 
     def make_handler(*args: Any, **options: Any) -> Any:
-        handler = make(*args, **options)
+        handler = make_base_handler(*args, **options)
         handler.available_memory = num_bytes
         return handler
 
@@ -144,14 +144,14 @@ def plan_capacity(
     """
     rows: list[dict[str, Any]] = []
     memory_bytes = int(memory_gib * GIB)
-    for model, config in models.items():
+    for model_name, config in models.items():
         decoder = config.get_text_config()
         read_layer_windows(decoder)
         if config.is_encoder_decoder or caches_latents(decoder):
             raise ConfigError(
-                f"model: expected a decoder whose engine caches keys and values, got {model} with "
-                f"{'an encoder' if config.is_encoder_decoder else 'latents (MLA)'}. Use hf-fp8kv "
-                "check, which counts bytes per token"
+                f"model: expected a decoder whose engine caches keys and values, got {model_name} "
+                f"with {'an encoder' if config.is_encoder_decoder else 'latents (MLA)'}. Use "
+                "hf-fp8kv check, which counts bytes per token"
             )
         num_kv_heads, dim = read_kv_sizes(decoder)
         # K and V have two bytes per value in bfloat16.
@@ -172,7 +172,7 @@ def plan_capacity(
             )
         rows += [
             {
-                "model": model,
+                "model": model_name,
                 "cache": cache,
                 "bytes_per_token": size,
                 "tokens": tokens,

@@ -1,5 +1,6 @@
 """transformers' ContinuousBatchingManager over FP8 pages, and the factory that makes it."""
 
+import math
 import threading
 import uuid
 import weakref
@@ -184,7 +185,9 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         config.use_cuda_graph = (False, True)
         # Tables have room for the longest request, as for the engine's own attention functions.
         max_tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
-        max_blocks = -(-max_tokens // config.page_size) + 1 if max_tokens else _DEFAULT_MAX_BLOCKS
+        max_blocks = _DEFAULT_MAX_BLOCKS
+        if max_tokens:
+            max_blocks = math.ceil(max_tokens / config.page_size) + 1
         config.max_blocks_per_request = requested_config.max_blocks_per_request or max_blocks
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
@@ -281,7 +284,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             self._attention.enter_context(use_engine_attention(self.model))
         try:
             super().start()
-        except BaseException:  # no thread started, which would restore the attention
+        except BaseException:  # the thread, which would restore the attention, did not start
             self._attention.close()
             raise
 

@@ -133,11 +133,11 @@ def make_decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int)
     the tokens of this step. A length of 0 marks padding, a row without a request.
     """
     positions = (lengths - 1).clamp(min=0)
-    pages = table.gather(1, (positions // page_size)[:, None].long())
+    written_table = table.gather(1, (positions // page_size)[:, None].long())
     # A row of padding may have the page of an earlier request, which must not be written.
-    pages = pages.masked_fill(lengths[:, None] == 0, -1)
+    written_table = written_table.masked_fill(lengths[:, None] == 0, -1)
     batch = AttendBatch(None, None, None, 1, table, lengths, table.shape[1] * page_size)
-    return LayerWork(None, pages, positions % page_size + 1, [batch], [], len(lengths))
+    return LayerWork(None, written_table, positions % page_size + 1, [batch], [], len(lengths))
 
 
 @dataclass(frozen=True)
