@@ -144,7 +144,8 @@ def calibrate(
             )
     file_names = list(map(str, paths))
     if as_json:
-        output = {**describe_scales(scales), "files": file_names, "warnings": log.messages}
-        print(json.dumps(output))
+        print(
+            json.dumps({**describe_scales(scales), "files": file_names, "warnings": log.messages})
+        )
         return
     print("\n".join(file_names))

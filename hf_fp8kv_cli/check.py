@@ -18,11 +18,11 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
     from hf_fp8kv.utils.terminal import build_table, format_size
 
     device = choose_device(device)
-    package_versions = list_versions()
+    versions = list_versions()
     backends = {name: reason or "available" for name, reason in ops.explain_backends().items()}
     output: dict[str, Any] = {
-        "python": package_versions.pop("python"),
-        "versions": package_versions,
+        "python": versions["python"],
+        "versions": {name: version for name, version in versions.items() if name != "python"},
         "gpus": describe_hardware()["gpus"],
         "backends": backends,
     }
@@ -36,8 +36,7 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         config = loaded_model.config
         output["model"] = report.to_dict()
     sizes = None if report and report.refusal else FP8PagedCache(config).count_bytes()
-    gpu_names = ", ".join(output["gpus"])
-    rows = {**list_versions(), "gpus": gpu_names or "none"}
+    rows = {**versions, "gpus": ", ".join(output["gpus"]) or "none"}
     rows |= {f"backend {name}": status for name, status in backends.items()}
     if sizes is not None:
         output["token_bytes"] = dict(zip(("bf16", "8-bit pages"), sizes, strict=True))

@@ -77,9 +77,11 @@ class KVScales(ScaleData):
         """Return the same constants for every layer. Raise ScaleError for an invalid constant."""
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ScaleError(f"num_layers: expected at least 1, got {num_layers!r}")
-        k_scale = make_scalar(parse_constant(k, "k"))
-        v_scale = make_scalar(parse_constant(v, "v"))
-        layer = LayerScales(k_scale, v_scale, source="uniform")
+        layer = LayerScales(
+            make_scalar(parse_constant(k, "k")),
+            make_scalar(parse_constant(v, "v")),
+            source="uniform",
+        )
         return cls(dict.fromkeys(range(num_layers), layer), origin="uniform")
 
     @classmethod

@@ -68,15 +68,15 @@ def find_format(name: str, tp_size: int) -> ScaleFormat:
             f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}. Choose a "
             f"format{note}"
         )
-    format = SCALE_FORMATS[name]
+    scale_format = SCALE_FORMATS[name]
     is_count = isinstance(tp_size, int) and tp_size > 0
-    if not is_count or (tp_size > 1 and not format.holds_ranks):
+    if not is_count or (tp_size > 1 and not scale_format.holds_ranks):
         rank_formats = [repr(each.name) for each in SCALE_FORMATS.values() if each.holds_ranks]
         raise ScaleError(
             f"tp_size: expected 1, or the number of ranks for {' or '.join(rank_formats)}, got "
             f"{tp_size!r} for {name!r}. No other format has ranks"
         )
-    return format
+    return scale_format
 
 
 def _place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
@@ -93,7 +93,7 @@ def _place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict
 
 def read_base(
     target: Path,
-    format: ScaleFormat,
+    scale_format: ScaleFormat,
     new_files: Collection[str],
     checkpoint: Path | None,
     weights: Weights = "copy",
@@ -116,7 +116,7 @@ def read_base(
     if checkpoint is None:
         old_files = list_files(target)
         _check_target(target, old_files, new_files, overwrite=overwrite)
-        if not isinstance(format, TensorFormat):
+        if not isinstance(scale_format, TensorFormat):
             _check_readable(LocalFolder(target), new_files)
             return None
         # A folder without weights has scales, or is empty.
@@ -140,7 +140,7 @@ def read_base(
         )
     base = read_configs(folder)
     config = base.config
-    if not isinstance(format, HfFp8kv) and find_text_config(config).get("kv_lora_rank"):
+    if not isinstance(scale_format, HfFp8kv) and find_text_config(config).get("kv_lora_rank"):
         raise ScaleError(
             f"{source}: expected a model whose servers cache K and V, got a model with "
             "kv_lora_rank. Its servers cache latents. Choose hf_fp8kv"
@@ -148,7 +148,7 @@ def read_base(
     if not has_model and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # written with scales only
     tensor_files, old_scales = _find_scale_tensors(folder)
-    if has_model and isinstance(format, TensorFormat) and not tensor_files:
+    if has_model and isinstance(scale_format, TensorFormat) and not tensor_files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
     for file_name in sorted(set(tensor_files.values())):
         path = source / file_name
@@ -174,7 +174,7 @@ def read_base(
             "scales in the copy"
         )
     if config and (old_scales or not has_model):
-        config = remove_declaration(str(source), config, base.modelopt_config, format.name)
+        config = remove_declaration(str(source), config, base.modelopt_config, scale_format.name)
     kept_files = {name: file for name, file in tensor_files.items() if name not in old_scales}
     return replace(base, config=config, tensor_files=kept_files, removed_tensors=set(old_scales))
 
@@ -193,7 +193,7 @@ def _find_scale_tensors(folder: Folder) -> tuple[dict[str, str], list[str]]:
 def _check_readable(folder: Folder, files: Collection[str]) -> None:
     """Raise ScaleError if a folder has scales among its tensors, which are read before `files`."""
     if KV_FILE in files:
-        return  # it is read before tensors
+        return  # the new file is read before tensors
     _, old_scales = _find_scale_tensors(folder)
     if old_scales:
         raise ScaleError(
@@ -323,9 +323,9 @@ def _verify_files(
     """Check that the new files are read correctly, because an old entry may change the scales."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for config in ("config.json", HF_QUANT_CONFIG):
-            if (source / config).is_file():
-                shutil.copyfile(source / config, folder / config)
+        for config_name in ("config.json", HF_QUANT_CONFIG):
+            if (source / config_name).is_file():
+                shutil.copyfile(source / config_name, folder / config_name)
         for file, content in files.items():
             if isinstance(content, bytes):
                 (folder / file).parent.mkdir(exist_ok=True)

@@ -186,8 +186,7 @@ class Application:
             if not self.is_stopping:
                 raise
             if not has_started:
-                response = self._make_stopping_error().to_response()
-                await response(scope, receive, send_and_record)
+                await self._make_stopping_error().to_response()(scope, receive, send_and_record)
         except Exception:  # `_make_error_response` has logged the error
             if scope[_TIMEOUT_KEY].expired():
                 status = _CLIENT_LEFT_STATUS

@@ -115,14 +115,15 @@ class ChoiceMaker:
                     parser=self._build_parser(body, prompt),
                     forced_tool=body.forced_tool,
                 )
-                choice = Choice(
-                    len(choices),
-                    is_first=index == 0,
-                    sequence=sequence,
-                    decoder=decoder,
-                    prompt_logprobs=prompt_logprobs,
+                choices.append(
+                    Choice(
+                        len(choices),
+                        is_first=index == 0,
+                        sequence=sequence,
+                        decoder=decoder,
+                        prompt_logprobs=prompt_logprobs,
+                    )
                 )
-                choices.append(choice)
         return choices
 
     def _build_parser(self, body: AnyBody, prompt: list[int]) -> Any:

@@ -31,8 +31,7 @@ def compute_backlog_size() -> int:
     """Return the number of connections that may wait to be accepted. All are accepted at once."""
     limit = _read_max_descriptors()
     # Connections in the backlog get at most an eighth of the file descriptors.
-    size = _MAX_BACKLOG if limit is None else min(_MAX_BACKLOG, limit // 8)
-    return max(size, 1)
+    return _MAX_BACKLOG if limit is None else max(min(_MAX_BACKLOG, limit // 8), 1)
 
 
 def _read_max_descriptors() -> int | None:

@@ -68,5 +68,9 @@ def make_busy_error(expected: str, code: str = "too_many_requests") -> APIError:
 
 def make_stopping_error(reason: str | None = None) -> APIError:
     """Return the error (status 503) for a request that the stopping server refuses or ends."""
-    headers = {**RETRY_HEADER, "connection": "close"}
-    return APIError(503, reason or "the server is stopping", code="stopping", headers=headers)
+    return APIError(
+        503,
+        reason or "the server is stopping",
+        code="stopping",
+        headers={**RETRY_HEADER, "connection": "close"},
+    )

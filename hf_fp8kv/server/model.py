@@ -64,8 +64,9 @@ class ServedModel:
                     f"{type(error).__name__}: {error}. Correct it, or omit it to use the model's "
                     "template"
                 ) from error
-        signature = inspect.signature(self.tokenizer.apply_chat_template)
-        self._reserved_arguments = frozenset(signature.parameters)
+        self._reserved_arguments = frozenset(
+            inspect.signature(self.tokenizer.apply_chat_template).parameters
+        )
         self._template_shows_tools = template_shows_tools(self.tokenizer)
         self.tokenizer("a")  # the first use initializes the tokenizer, which threads share later
         # An upper bound on the number of characters that one token may stand for.

@@ -83,8 +83,12 @@ class ResponseWriter:
 
     def _add_item_event(self, event_name: str, **fields: Any) -> None:
         """Add an event for the last item."""
-        location = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        self._add_event(f"response.{event_name}", **location, **fields)
+        self._add_event(
+            f"response.{event_name}",
+            item_id=self._items[-1]["id"],
+            output_index=len(self._items) - 1,
+            **fields,
+        )
 
     def _add_parts(self, parts: ChoiceParts) -> None:
         for _, part in parts:

@@ -117,7 +117,8 @@ def load_model(name: str, **options: Any) -> tuple[Any, Any]:
 
 def _is_logged(record: logging.LogRecord) -> bool:
     """Return whether uvicorn logs a request. Requests to /health are too frequent for the log."""
-    return str(record.args[2]).partition("?")[0] != "/health"  # type: ignore[index]
+    _client, _method, path, *_ = record.args or ("", "", "")
+    return str(path).partition("?")[0] != "/health"
 
 
 def _format_url(sock: socket.socket) -> str:
@@ -171,18 +172,18 @@ class _Server(uvicorn.Server):
 
     def _continue_stop(self) -> bool:
         """Refuse new requests, and end late requests. Return whether to shut down."""
-        unfinished = self._app.metrics.unfinished_answers
+        unfinished_requests = self._app.metrics.unfinished_answers
         now = time.monotonic()
         if not self._app.is_stopping:
             self._app.is_stopping = True
             grace_seconds = self._app.config.grace_seconds
             self._deadline = now + grace_seconds
-            logger.info("stopping: %d requests get %g s", len(unfinished), grace_seconds)
+            logger.info("stopping: %d requests get %g s", len(unfinished_requests), grace_seconds)
         is_overdue = now >= self._deadline or self._num_signals > 1 or self.failure is not None
-        if unfinished and is_overdue:
-            logger.warning("stopping: ending %d requests", len(unfinished))
+        if unfinished_requests and is_overdue:
+            logger.warning("stopping: ending %d requests", len(unfinished_requests))
             self._app.fail_requests()
-        return is_overdue or not unfinished
+        return is_overdue or not unfinished_requests
 
     async def _log_metrics(self) -> None:
         """Log a line in each interval in which requests run or finish."""

@@ -192,8 +192,7 @@ class Sampler:
                 sequence.rules.apply(logits[row], sequence)
             if sequence.guide is not None:
                 mask = sequence.guide.compute_mask(sequence.end_tokens, self._vocab_size)
-                is_blocked = torch.from_numpy(mask).to(logits.device)
-                logits[row].masked_fill_(is_blocked, -math.inf)
+                logits[row].masked_fill_(torch.from_numpy(mask).to(logits.device), -math.inf)
         return transform_logits(logits, arguments[:, : len(logits)])
 
     def record(self, row: int, token: int) -> None:

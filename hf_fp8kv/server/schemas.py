@@ -203,7 +203,7 @@ def _nest_in(value: Any, name: str) -> Any:
     """Move all fields of an object except `type` into a nested object `name`, as in chats."""
     if not isinstance(value, dict) or name in value or not value.keys() - {"type"}:
         return value
-    nested = {field: x for field, x in value.items() if field != "type"}
+    nested = {field: item for field, item in value.items() if field != "type"}
     outer = {"type": value["type"]} if "type" in value else {}
     return outer | {name: nested}
 
@@ -283,8 +283,11 @@ class Tool(_OpenModel):
 
 def _check_parts(content: Any) -> Any:
     """Raise ValueError for parts that are not text. pydantic would list three rules."""
-    parts = [x for x in content if isinstance(x, dict)] if isinstance(content, list) else []
-    if any(part.get("type") not in ("text", "input_text", "output_text") for part in parts):
+    parts = content if isinstance(content, list) else []
+    if any(
+        isinstance(part, dict) and part.get("type") not in ("text", "input_text", "output_text")
+        for part in parts
+    ):
         raise ValueError("text or a list of parts of type 'text', because no images are read")
     return content
 

@@ -56,7 +56,7 @@ class ServerConfig:
     def accepts_host(self, host_header: str) -> bool:
         """Return whether a request may have this `Host` header, without a DNS query.
 
-        The name of a web page is refused even if it was rebound to this machine (DNS rebinding).
+        A website's host name is refused, even if it resolves to this machine (DNS rebinding).
         """
         if self.host is None or self.api_key is not None:
             return True
@@ -82,8 +82,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # `localhost` may have addresses of IPv4 and IPv6. Prefer IPv4.
-        infos.sort(key=lambda info: info[0] != socket.AF_INET)
-        family, socket_type, protocol, _, address = infos[0]
+        ipv4_infos = [info for info in infos if info[0] == socket.AF_INET]
+        family, socket_type, protocol, _, address = (ipv4_infos or infos)[0]
         sock = socket.socket(family, socket_type, protocol)
         try:
             # Connections inherit the size. Larger buffers could hold megabytes for stalled clients.

@@ -80,12 +80,11 @@ class TokenTexts:
         if "\N{REPLACEMENT CHARACTER}" not in text:
             return text.encode()
         spelling = self._tokenizer.id_to_token(token)
-        alphabet = self._byte_alphabet
         match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", spelling)
         if match and b'"ByteFallback"' in self._decoder_state:
             return bytes.fromhex(match[1])
-        if b'"ByteLevel"' in self._decoder_state and alphabet.keys() >= set(spelling):
-            return bytes(alphabet[character] for character in spelling)
+        if b'"ByteLevel"' in self._decoder_state and self._byte_alphabet.keys() >= set(spelling):
+            return bytes(self._byte_alphabet[character] for character in spelling)
         return text.encode()
 
 

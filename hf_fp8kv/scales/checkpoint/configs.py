@@ -187,8 +187,8 @@ def describe_kv_scales(config: object) -> str | None:
 
 def find_dialect(entry_name: str, quant_config: Mapping[str, object]) -> str:
     """Return the dialect of the tool that wrote a quantization config, or "" if it is unknown."""
-    method = quant_config.get("quant_method")
-    method = str(getattr(method, "value", method) or "").lower()
+    entry = quant_config.get("quant_method")
+    method = str(getattr(entry, "value", entry) or "").lower()
     if method.startswith("modelopt"):
         return "modelopt"
     if method in ("compressed-tensors", "quark", "fp8"):
@@ -308,8 +308,9 @@ def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Decla
 
 def _targets_projections(group: object) -> bool:
     targets = as_mapping(group).get("targets")
-    targets = list(map(str, targets)) if isinstance(targets, list) else []
-    return any("k_proj" in target or "v_proj" in target for target in targets)
+    return isinstance(targets, list) and any(
+        "k_proj" in str(target) or "v_proj" in str(target) for target in targets
+    )
 
 
 def _parse_projections(

@@ -195,7 +195,7 @@ def _add_rotation(
             else 0
         )
     block_size = compute_rotation_block(head_dim) if isinstance(head_dim, int) else 0
-    for name in (each.name for each in scale_tensors if each.layer in layers):
+    for name in (each.name for each in scale_tensors if each.layer_index in layers):
         path = re.sub(ATTENTION_PATTERN.pattern + ".*", r"\g<path>", name)
         with convert_read_errors(checkpoint.origin, "targets of a rotation"):
             sizes = {size for size, target in rotations if _is_target(path, target)}

@@ -25,9 +25,9 @@ class ScaleTensor(NamedTuple):
     """A tensor whose name denotes a scale. In sorted order, preferred names come first."""
 
     priority: int
-    layer: int
+    layer_index: int
     name: str
-    side: str
+    sides: str  # "k", "v" or "kv"
     dialect: str
 
 
@@ -108,9 +108,9 @@ def match_tensors(
             # The names also match for an INT8 cache, which is refused later, with the reason.
             is_ambiguous = tensor_name.needs_declaration and declaration.kind == "none"
             if dialect and not is_ambiguous and (match := tensor_name.pattern.fullmatch(name)):
-                side = match.groupdict().get("side", "kv")
-                layer = int(match["layer"])
-                scales.append(ScaleTensor(tensor_name.priority, layer, name, side, dialect))
+                sides = match.groupdict().get("side", "kv")
+                index = int(match["layer"])
+                scales.append(ScaleTensor(tensor_name.priority, index, name, sides, dialect))
                 break
         else:
             if LIKELY_SCALE_PATTERN.search(name):
