@@ -30,11 +30,11 @@ def test_a_growing_cache_breaks_the_graph(monkeypatch: pytest.MonkeyPatch) -> No
     """A block of memory has one or two pages, so attention reads several blocks."""
     monkeypatch.setattr(memory_blocks, "BLOCK_BYTES", 3000)
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
-    options = {"page_size": 8, "prefill": "stored"}
-    compiled_model = torch.compile(model, backend="aot_eager")
-    actual = compute_logits(compiled_model, FP8PagedCache(model.config, **options), inputs)
-    expected = compute_logits(model, FP8PagedCache(model.config, **options), inputs)
-    assert_close(actual, expected)
+    cache, eager_cache = (
+        FP8PagedCache(model.config, page_size=8, prefill="stored") for _ in range(2)
+    )
+    actual = compute_logits(torch.compile(model, backend="aot_eager"), cache, inputs)
+    assert_close(actual, compute_logits(model, eager_cache, inputs))
 
 
 @pytest.mark.parametrize(

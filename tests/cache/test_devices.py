@@ -22,8 +22,7 @@ from tests.reproducible.test_training import make_scales
 
 pytestmark = pytest.mark.text
 
-CPU = torch.device("cpu")
-META = torch.device("meta")
+CPU, META = torch.device("cpu"), torch.device("meta")
 NUM_LAYERS = 4
 NUM_HEADS = 2
 HEAD_DIM = 16
@@ -149,8 +148,9 @@ def test_layers_on_disk_give_the_same_tokens(attention, max_cache_len, tmp_path)
         ).eval()
         weights = model.model.layers[1].parameters()
         assert {weight.is_meta for weight in weights} == {load_options is disk_options}
-        scales = make_scales(has_center=True)
-        cache = FP8PagedCache(model.config, scales=scales, max_cache_len=max_cache_len)
+        cache = FP8PagedCache(
+            model.config, scales=make_scales(has_center=True), max_cache_len=max_cache_len
+        )
         answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY).tolist())
     assert answers[0] == answers[1]
     # The coarse scales change the tokens, so both models used the cache.

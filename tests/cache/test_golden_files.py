@@ -223,19 +223,13 @@ def list_paths(value: Any) -> list[tuple[Any, ...]]:
         pairs = enumerate(value)
     paths = []
     for key, nested_value in pairs:
-        paths.append((key,))
-        paths += [(key, *path) for path in list_paths(nested_value)]
+        paths += [(key, *path) for path in [(), *list_paths(nested_value)]]
     return paths
-
-
-# Several copies of an action make it more frequent.
-TENSOR_ACTIONS = ("remove", "copy", "change", "change")
-FIELD_ACTIONS = ("remove", "repeat", "replace", "replace")
 
 
 def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
     name = rng.choice([*tensors, "new"])
-    action = rng.choice(TENSOR_ACTIONS)
+    action = rng.choice(("remove", "copy", "change", "change"))  # changes are most frequent
     if rng.random() < 0.5:
         edit_field_at_random(rng, meta)
     elif name == "new":
@@ -251,7 +245,7 @@ def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tenso
 def edit_field_at_random(rng: random.Random, meta: Any) -> None:
     *parent_path, key = rng.choice(list_paths(meta))
     parent = functools.reduce(operator.getitem, parent_path, meta)
-    action = rng.choice(FIELD_ACTIONS)
+    action = rng.choice(("remove", "repeat", "replace", "replace"))
     if action == "remove":
         del parent[key]
     elif action == "repeat" and isinstance(parent, list):

@@ -29,7 +29,6 @@ def test_the_cost_of_errors_matches_its_definition(side):
 
 
 def record_queries(model, *texts: torch.Tensor) -> list[Queries | None]:
-    """Return the queries of each layer."""
     layer_queries: list[Queries | None] = []
     observe_queries(
         model, Batch(texts), find_paged_layers(model),

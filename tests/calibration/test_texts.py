@@ -140,16 +140,14 @@ def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom
     [("x.txt", "\n", b""), ("x.TXT", "\r\n", b"\xef\xbb\xbf"), ("x.txt", "\r", b"")],
 )
 def test_a_text_file_is_one_text(tmp_path, name, newline, bom):
-    path = tmp_path / name
-    path.write_bytes(bom + newline.join(["a", "", "b b", "c d"]).encode())
+    (path := tmp_path / name).write_bytes(bom + newline.join(["a", "", "b b", "c d"]).encode())
     windows = read_texts(path, make_tokenizer(bos=True), max_length=4)
     assert list_window_ids(windows) == [[BOS, A, B, B], [C, D]]
 
 
 @pytest.mark.parametrize("text", ["x" * 8, "a b c d\n"])
 def test_a_huge_file_is_read_only_as_far_as_needed(tmp_path, text):
-    path = tmp_path / "x.txt"
-    path.write_text(text * 2**21)
+    (path := tmp_path / "x.txt").write_text(text * 2**21)
     tracemalloc.start()
     windows = read_texts(path, make_tokenizer(by_letter=True), max_tokens=1000, max_length=128)
     assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 2

@@ -25,8 +25,7 @@ def calibration(monkeypatch) -> mock.Mock:
 
 @pytest.fixture
 def text_file(tmp_path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("the capital of London\n" * 50)
+    (path := tmp_path / "text.txt").write_text("the capital of London\n" * 50)
     return path
 
 

@@ -29,8 +29,7 @@ def test_json_contains_all_properties_of_the_scales(run, tmp_path, kind):
 def test_a_plan_is_shown(run, tmp_path, is_dynamic):
     make_planned_scales(is_dynamic=is_dynamic).save_pretrained(tmp_path)
     printed, _ = run("inspect", tmp_path)
-    granularity = "per token" if is_dynamic else "per head"
-    assert granularity in printed
+    assert ("per token" if is_dynamic else "per head") in printed
     assert all(f"1 x {plan}" in printed for plan in PLANS)
     output = run.json("inspect", tmp_path)
     assert output["plan"] == {str(plan): 1 for plan in PLANS}

@@ -81,8 +81,7 @@ def read_scalars(scales: dict[int, dict], num_layers: int) -> ScalePairs:
         for tensor in layer_scales.values():
             if tensor.numel() != 1:
                 raise LoadError(f"layer {index}: expected a scalar, got {tuple(tensor.shape)}")
-        k = layer_scales.get("k", torch.tensor(-1.0)).float().squeeze()
-        v = layer_scales.get("v", torch.tensor(-1.0)).float().squeeze()
+        k, v = (layer_scales.get(side, torch.tensor(-1.0)).float().squeeze() for side in "kv")
         if k <= 0 and v <= 0:
             raise LoadError(f"layer {index}: the server would use a scale of 1.0")
         if not k > 0:

@@ -74,10 +74,7 @@ def run_model(model: Any, cache: Any) -> list[torch.Tensor]:
 
 def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(actual) == len(expected)
-    assert all(
-        torch.equal(actual_logits, expected_logits)
-        for actual_logits, expected_logits in zip(actual, expected, strict=True)
-    )
+    assert all(map(torch.equal, actual, expected))
 
 
 def restore_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,9 +277,8 @@ def test_bound_calls_and_changed_environments_launch_the_same_kernels(name, laun
     # A bound call keeps its pages.
     kept_fields = {"pages": args.pages} if "pages" in args._fields else {}
     changeable = args._replace(**dict.fromkeys(kept_fields))
-    replayable = [changeable._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
-    replayable += change_each_tensor(changeable, make_zeros_like)
-    for changed in replayable:
+    integers = [changeable._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
+    for changed in (*change_each_tensor(changeable, make_zeros_like), *integers):
         assert check_call(operation, changed._replace(**kept_fields), launches, bound)
     for changed in change_each_tensor(changeable, misalign):
         misaligned = changed._replace(**kept_fields)

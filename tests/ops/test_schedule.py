@@ -42,7 +42,6 @@ def make_tokens(
 def make_model_and_cache(
     name: str = "gqa", backend: str = "triton", **options: Any
 ) -> tuple[Any, dict[str, torch.Tensor], FP8PagedCache]:
-    """Return a model, its prompt, and an empty cache."""
     model, inputs = build_variant(name, attn_implementation="fp8_paged")
     return model, inputs, FP8PagedCache(model.config, page_size=16, backend=backend, **options)
 

@@ -80,8 +80,8 @@ class Engines:
         # This prompt and its answer need all pages.
         self.longest_prompt = make_ids(5, 83, NUM_PAGES * PAGE_SIZE - NUM_NEW)
         self.model.set_attn_implementation("fp8_paged")
-        answers = generate_each(self.model, [*self.prompts, self.longest_prompt])
-        *self.answers, self.longest_answer = (answer[:NUM_NEW] for answer in answers)
+        long_answers = generate_each(self.model, [*self.prompts, self.longest_prompt])
+        *self.answers, self.longest_answer = [answer[:NUM_NEW] for answer in long_answers]
         self.model.set_attn_implementation("sdpa")
         self.enable()
 

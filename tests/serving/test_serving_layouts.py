@@ -34,32 +34,35 @@ GEMMA_FIELDS = {"sliding_window": 24, "query_pre_attn_scalar": 1}
 LAYER_TYPES = ["sliding_attention", "full_attention", "full_attention"]
 
 
-class TestEngineChoice:
-    @pytest.mark.parametrize(
-        ("owner", "name", "message"),
-        [
-            (continuous_api.ContinuousBatchingManager, "_create_batch_processor", "Cache in stub"),
-            (stock_cache.PagedAttentionCache, "__init__", "MemoryHandler in stub"),
-        ],
-    )
-    def test_a_method_that_does_not_create_the_cache_is_refused(
-        self, owner: Any, name: str, message: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def stub(self: Any) -> None:
-            raise NotImplementedError
+# -- the choice of an engine -----------------------------------------------------------------------
 
-        stub.__qualname__ = "stub"
-        monkeypatch.setattr(owner, name, stub)
-        with pytest.raises(ConfigError, match=message) as error:
-            serving.enable(build_variant("llama", attn_implementation="sdpa")[0])
-        for detail in (transformers.__version__, "5.18 to 5.24", "FP8PagedCache"):
-            assert detail in str(error.value)
 
-    def test_a_missing_engine_class_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(sys.modules, flat_tensor.__name__)
-        monkeypatch.delattr(stock_cache, "PagedAttentionMemoryHandler")
-        with pytest.raises(ConfigError, match="PagedAttentionMemoryHandler"):
-            serving.enable(build_variant("llama")[0])
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        (continuous_api.ContinuousBatchingManager, "_create_batch_processor", "Cache in stub"),
+        (stock_cache.PagedAttentionCache, "__init__", "MemoryHandler in stub"),
+    ],
+)
+def test_a_method_that_does_not_create_the_cache_is_refused(
+    owner: Any, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stub(self: Any) -> None:
+        raise NotImplementedError
+
+    stub.__qualname__ = "stub"
+    monkeypatch.setattr(owner, name, stub)
+    with pytest.raises(ConfigError, match=message) as error:
+        serving.enable(build_variant("llama", attn_implementation="sdpa")[0])
+    for detail in (transformers.__version__, "5.18 to 5.24", "FP8PagedCache"):
+        assert detail in str(error.value)
+
+
+def test_a_missing_engine_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, flat_tensor.__name__)
+    monkeypatch.delattr(stock_cache, "PagedAttentionMemoryHandler")
+    with pytest.raises(ConfigError, match="PagedAttentionMemoryHandler"):
+        serving.enable(build_variant("llama")[0])
 
 
 def test_layers_in_any_order_give_the_same_tokens() -> None:

@@ -47,9 +47,8 @@ def test_exit_code_and_summary_show_failures(monkeypatch, capsys, tmp_path, fail
             return 7 if log.stem == failed_part else 0
         if "pytest" in command:
             selects_marker = "-m" in command[2:]  # command[0] is "-m" of `python -m pytest`
-            if failed_part == "tests" and not selects_marker:
-                return pytest.ExitCode.TESTS_FAILED
-            return pytest.ExitCode.NO_TESTS_COLLECTED
+            has_failed = failed_part == "tests" and not selects_marker
+            return pytest.ExitCode.TESTS_FAILED if has_failed else run.NO_TESTS_CODE
         (tmp_path / "gpu.json").write_text(json.dumps(results))
         return 2 if failed_part == "benchmark" else 0
 

@@ -49,7 +49,6 @@ def make_cells(row: Row, old_rows: dict[tuple[str, ...], Any]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a row for each kernel. Return 1 if a kernel does not compile or violates a rule."""
     parser = argparse.ArgumentParser("tests.tools.kernels", description=__doc__.split("\n\n")[0])
     all_names = [variant.name for variant in list_variants()]
     parser.add_argument("--target", nargs="+", action="extend", choices=MAX_SHARED_BYTES,
@@ -62,10 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
     options = parser.parse_args(arguments)
     variants = SUMMARY_VARIANTS if options.summary else options.variant
-    targets = check_targets(options.target or list(MAX_SHARED_BYTES), variants)
-    rows = [row for target_rows in targets.values() for row in target_rows]
+    target_rows = check_targets(options.target or list(MAX_SHARED_BYTES), variants)
+    rows = list(itertools.chain(*target_rows.values()))
     if options.json:
-        print(json.dumps({"triton": version("triton"), "targets": targets}))
+        print(json.dumps({"triton": version("triton"), "targets": target_rows}))
     else:
         rows.sort(key=lambda row: ([*all_names, ""].index(row["variant"]), row["kernel"]))
         columns = ["variant", "kernel", "target", *COLUMNS, "verdict"]

@@ -175,10 +175,10 @@ def _find_main_loop(
     instructions: Sequence[str], labels: dict[str, int], jump: str, product: str, wide_load: str
 ) -> Sequence[str]:
     """Return the instructions of the main loop (see `Assembly`)."""
-    jumps = [
-        (end, match) for end, line in enumerate(instructions) if (match := re.match(jump, line))
+    jumps = [re.match(jump, line) for line in instructions]
+    spans = [
+        (labels.get(match[1], len(instructions)), end) for end, match in enumerate(jumps) if match
     ]
-    spans = [(labels.get(match[1], len(instructions)), end) for end, match in jumps]
     loops = [
         range(start, end + 1)
         for start, end in set(spans)

@@ -67,13 +67,13 @@ def _write_rows(target: str, path: Path, variants: Iterable[Variant]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def compile_variants(name: str, variants: Iterable[Variant]) -> Iterator[Row]:
-    """Yield a row for each kernel that the variants launch on the target `name`.
+def compile_variants(target_name: str, variants: Iterable[Variant]) -> Iterator[Row]:
+    """Yield a row for each kernel that the variants launch on a target.
 
     Afterwards, Triton compiles for this target in this process.
     """
-    set_target(name)
-    target = Target.parse(name)
+    set_target(target_name)
+    target = Target.parse(target_name)
     seen_hashes: set[str] = set()
     for variant in variants:
         try:
@@ -87,7 +87,7 @@ def compile_variants(name: str, variants: Iterable[Variant]) -> Iterator[Row]:
         except Exception as error:  # a compiler may raise any error, and the row reports it
             last_line = str(error).strip().rpartition("\n")[2]
             reason = f"does not compile: {type(error).__name__}: {last_line}"
-            yield _make_failed_row(name, variant.name, variant.operation, reason)
+            yield _make_failed_row(target_name, variant.name, variant.operation, reason)
 
 
 def _make_failed_row(target: str, variant: str, kernel: str, reason: str) -> Row:
@@ -124,15 +124,15 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     num_programs = target.count_programs(assembly.registers, num_warps, shared_bytes)
     # The constants of `_combine` have no launch parameters.
     call = constants.get("CALL") if kernel != "_combine" else None
-    tile = call.config.tile if call else constants.get("TILE", 0)
+    tile_tokens = call.config.tile if call else constants.get("TILE", 0)
     reads_pages = kernel == "_attend" and variant.dtype != torch.float32
     reads_codes = reads_pages or kernel == "_widen_codes"
     codec = call.k_codec if call else constants.get("K_CODEC")
     violations = find_violations(
-        target, variant, assembly, shared_bytes, num_warps, tile if reads_pages else 0,
+        target, variant, assembly, shared_bytes, num_warps, tile_tokens if reads_pages else 0,
         converts=reads_codes and getattr(codec, "method", None) != AS_IS.value,
     )  # fmt: skip
-    tile = tile if assembly.loop_size else 0
+    tile = tile_tokens if assembly.loop_size else 0
     bytes_per_tile = variant.bytes_per_token * tile
     per_tile = assembly.loop_size * num_warps if tile else 0
     return {

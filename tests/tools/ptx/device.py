@@ -45,14 +45,13 @@ def activate() -> None:
     # PTX is the last stage, so Triton makes no cubin.
     CUDABackend.binary_ext = property(lambda _: "ptx", lambda *_: None)
     triton.knobs.runtime.add_stages_inspection_hook = _end_with_ptx
-    cpu = torch.device("cpu")
     utils = SimpleNamespace(
         get_device_properties=lambda _: {"max_shared_mem": 227 << 10},
         load_binary=lambda _name, ptx, shared, _: (None, Kernel(ptx.decode(), shared), 0, 0, 1024),
     )
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", _get_arch(), 32),
-        get_active_torch_device=lambda: cpu,
+        get_active_torch_device=lambda: torch.device("cpu"),
         # Triton caches kernels by device, so each architecture is a device.
         get_current_device=_get_arch,
         get_current_stream=lambda _: 0,

@@ -44,9 +44,9 @@ class GlobalMemory:
                 num_elements = 1 + sum(
                     (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
                 )
-                begin = tensor.data_ptr()
-                spans.append((begin, begin + num_elements * tensor.element_size()))
-        self._begins, self._ends = np.array(spans).reshape(-1, 2).T[:, :, None]
+                start = tensor.data_ptr()
+                spans.append((start, start + num_elements * tensor.element_size()))
+        self._starts, self._stops = np.array(spans).reshape(-1, 2).T[:, :, None]
         self._views = {n: np.asarray(_ProcessMemory(n)) for n in (1, 2, 4, 8)}
         self._loads: dict[int, list[Ints]] = {}  # program << 48 | address, by bytes of a load
         self._stores: list[Ints] = []
@@ -85,9 +85,9 @@ class GlobalMemory:
             raise Fault("two programs store the same byte")
         for size, loads in self._loads.items():
             load_keys = np.unique(np.concatenate(loads))
-            load_begins, loading_programs = load_keys & (1 << 48) - 1, load_keys >> 48
-            first_stores = np.searchsorted(addresses, load_begins)
-            last_stores = np.searchsorted(addresses, load_begins + size) - 1
+            load_starts, loading_programs = load_keys & (1 << 48) - 1, load_keys >> 48
+            first_stores = np.searchsorted(addresses, load_starts)
+            last_stores = np.searchsorted(addresses, load_starts + size) - 1
             has_stores = last_stores >= first_stores
             for stores in (first_stores[has_stores], last_stores[has_stores]):
                 if (programs[stores] != loading_programs[has_stores]).any():
@@ -97,7 +97,7 @@ class GlobalMemory:
         return ((addresses - _FIRST_ADDRESS) // size)[:, None] + np.arange(count)
 
     def _check_access(self, addresses: Ints, size: int) -> None:
-        is_inside = (self._begins <= addresses) & (addresses + size <= self._ends)
+        is_inside = (self._starts <= addresses) & (addresses + size <= self._stops)
         is_outside = ~is_inside.any(0)
         if is_outside.any():
             threads_text = f"{is_outside.sum()} of {len(addresses)} threads"
