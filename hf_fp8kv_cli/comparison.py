@@ -89,7 +89,7 @@ def run_caches(
     *,
     seed: int,
     memory_bytes: int,
-    page_options: Mapping[str, Any],
+    cache_options: Mapping[str, Any],
     attention: str,
     model_name: str,
 ) -> tuple[list[Run], float | None]:
@@ -116,8 +116,8 @@ def run_caches(
         raise ConfigError(
             f"--attn: cannot use {attention} with {model_name}: {error}. Choose another attention"
         ) from error
-    make_cache = partial(FP8PagedCache, model, **page_options)
-    paged_run, paged_logprobs = measure(make_cache, page_options.get("scales"))
+    make_cache = partial(FP8PagedCache, model, **cache_options)
+    paged_run, paged_logprobs = measure(make_cache, cache_options.get("scales"))
     kl = None
     if stock_logprobs.numel():
         kl = float((stock_logprobs.exp() * (stock_logprobs - paged_logprobs)).sum(-1).mean())

@@ -53,7 +53,7 @@ def generate(
     as_json: arguments.Json = False,
 ) -> None:
     """Answer a prompt with the default cache and with 8-bit pages, side by side."""
-    page_options = arguments.collect_cache_options(ctx) | {"page_size": page_size}
+    cache_options = arguments.collect_cache_options(ctx) | {"page_size": page_size}
     # A value of None overrides the checkpoint's recommendation for sampling.
     sampling = {
         "max_new_tokens": max_new_tokens,
@@ -72,7 +72,7 @@ def generate(
         prompt,
         model,
         device,
-        page_options,
+        cache_options,
         sampling,
         attention=attn,
         chat=chat,
@@ -88,7 +88,7 @@ def demo(device: arguments.Device = "auto", as_json: arguments.Json = False) -> 
         None,
         None,
         device,
-        page_options={},
+        cache_options={},
         sampling={"max_new_tokens": 24, "do_sample": False},
         as_json=as_json,
     )
@@ -99,7 +99,7 @@ def _compare(
     prompt: str | None,
     name: str | None,
     device: str,
-    page_options: Mapping[str, Any],
+    cache_options: Mapping[str, Any],
     sampling: Mapping[str, Any],
     *,
     attention: str = "fp8_paged",
@@ -116,10 +116,10 @@ def _compare(
 
     from . import comparison
 
-    if page_options.get("dtype") != arguments.ADAPTIVE:
+    if cache_options.get("dtype") != arguments.ADAPTIVE:
         # Raise for invalid options before the model is loaded. `bits` is left out, because only the
         # model shows whether it is valid.
-        FP8PagedCache(**{**page_options, "bits": None})
+        FP8PagedCache(**{**cache_options, "bits": None})
     model_name = name or DEMO_NAME
     model, tokenizer = load_model_and_tokenizer(name, device)
     inputs, text = comparison.encode_prompt(
@@ -132,7 +132,7 @@ def _compare(
         sampling,
         seed=seed,
         memory_bytes=memory_bytes,
-        page_options=page_options,
+        cache_options=cache_options,
         attention=attention,
         model_name=model_name,
     )
@@ -140,7 +140,7 @@ def _compare(
         output = {
             "prompt": text,
             "model": model_name,
-            "options": page_options,
+            "options": cache_options,
             "memory_bytes": memory_bytes,
             "agreement": comparison.compare_tokens(*runs) | {"kl": kl},
             "runs": [asdict(run) for run in runs],

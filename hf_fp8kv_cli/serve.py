@@ -162,7 +162,7 @@ def serve(
     from hf_fp8kv.server.server_config import ServerConfig, bind_socket
     from hf_fp8kv.utils.files import convert_read_errors
 
-    page_options = arguments.collect_cache_options(ctx) | {
+    cache_options = arguments.collect_cache_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
         "deterministic": deterministic,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),
@@ -211,7 +211,7 @@ def serve(
             trust_remote_code=trust_remote_code,
         )
         served_model = ServedModel(
-            serving.enable(loaded_model, **page_options),
+            serving.enable(loaded_model, **cache_options),
             processor,
             name,
             served_name=served_model_name,
