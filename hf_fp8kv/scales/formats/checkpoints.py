@@ -23,7 +23,7 @@ _PRODUCER = {"name": "modelopt", "version": "0.0.0+hf_fp8kv"}
 
 
 class Tgi(TensorFormat):
-    """Text Generation Inference. Its tensor names are those of checkpoints without a declaration.
+    """Text Generation Inference. Checkpoints without a declaration also have its tensor names.
 
     TGI reads every safetensors file in the folder of a model, even without an index. Other servers
     read only the files of the index, and vLLM refuses scales without a quantization config. The
