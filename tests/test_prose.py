@@ -40,11 +40,16 @@ GLOBS = {
 }
 # Each model type has a row on this page, and some rows have messages of other packages.
 GENERATED_PAGE = ROOT / "docs" / "architectures.md"
-# Maximum number of matches of each pattern, in the order of `PATTERNS`. It must not grow.
-ALLOWED = {
-    "package": (1, 0, 0, 1, 0, 55, 0, 0, 0, 1, 0, 1, 1, 1, 5, 0, 0),
-    "docs": (0,) * len(PATTERNS),
-    "tests": (0, 0, 1, 2, 0, 47, 0, 0, 1, 0, 0, 0, 1, 0, 1, 0, 0),
+# Maximum number of matches of a pattern, 0 for patterns that are not named. It must not grow.
+ALLOWED: dict[str, dict[str, int]] = {
+    "package": {
+        "what as a noun": 1, "another one": 1, "semicolon": 55, "know, tell, ask": 1,
+        "that there is": 1, "so many": 1, "of its own": 1, "is no": 5,
+    },
+    "docs": {},
+    "tests": {
+        "that of": 1, "another one": 2, "semicolon": 47, "beside": 1, "so many": 1, "is no": 1,
+    },
 }  # fmt: skip
 
 
@@ -70,8 +75,8 @@ def test_no_pattern_gains_matches(group):
     paths = {path for glob in GLOBS[group] for path in ROOT.glob(glob)}
     paths -= {Path(__file__), GENERATED_PAGE}
     counts = count_matches([extract_prose(path) for path in sorted(paths)])
-    print(f'"{group}": {tuple(counts.values())},')
-    excess = counts - Counter(dict(zip(PATTERNS, ALLOWED[group], strict=True)))
+    print(f'"{group}": {dict(+counts)},')
+    excess = counts - Counter(ALLOWED[group])
     assert not excess, f"matches above the allowance: {dict(excess)}. Rewrite the new sentences"
 
 
@@ -97,7 +102,8 @@ def test_the_documentation_stays_short():
 def test_cells_of_tables_are_short(page: Path):
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert not [cell for row in rows for cell in row.split("|") if count_words(cell) > 20]
+    cells = [cell for row in rows for cell in row.split("|")]
+    assert all(count_words(cell) <= 20 for cell in cells)
 
 
 def test_a_limit_has_at_most_four_sentences():

@@ -96,8 +96,8 @@ def test_pages_are_on_the_device_of_their_layer(options, tmp_path):
     runners[0].generator.set_state(cpu_runner.generator.get_state())
 
     def step_and_compare(batch: int, num_tokens: int) -> None:
-        pairs = zip(runners, caches, strict=True)
-        assert_same_on_cpu(*(runner.run(cache, batch, num_tokens) for runner, cache in pairs))
+        actual = runners[0].run(caches[0], batch, num_tokens)
+        assert_same_on_cpu(actual, runners[1].run(caches[1], batch, num_tokens))
 
     step_and_compare(2, 1)
     originals = list(caches)
@@ -175,16 +175,14 @@ def test_a_default_device_does_not_change_the_tokens(case_name: str, tmp_path: P
     model_name, cache_options, generate_options = DEVICE_CASES[case_name]
     options = {"max_new_tokens": 6, "do_sample": False, **generate_options}
     model = hf_fp8kv.enable(build_variant(model_name)[0])
-    ids, mask = make_prompt(tokens=25).values()
+    inputs = make_prompt(tokens=25)
 
     def run_calls() -> list[torch.Tensor]:
         cache = FP8PagedCache(model.config, **cache_options)
         outputs = []
         for stop in (20, 25):
-            tokens = model.generate(
-                ids[:, :stop], attention_mask=mask[:, :stop], past_key_values=cache, **options
-            )
-            outputs.append(tokens)
+            prompt = {name: tensor[:, :stop] for name, tensor in inputs.items()}
+            outputs.append(model.generate(**prompt, past_key_values=cache, **options))
         if case_name != "recurrent":
             cache.batch_select_indices([1])
             loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
