@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -182,11 +183,11 @@ def test_a_compile_config_selects_torch_compile(monkeypatch: pytest.MonkeyPatch)
     model, inputs = build_variant("gqa")
     config = CompileConfig()
     config._compile_all_devices = True
-    compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled.append(forward) or forward)
+    compile_model = mock.Mock(side_effect=lambda forward, **_: forward)
+    monkeypatch.setattr(torch, "compile", compile_model)
     _, step = run_captured(model, inputs, options={"max_cache_len": 48}, compile_config=config)
     assert step is None
-    assert len(compiled) == 1
+    assert compile_model.call_count == 1
 
 
 # Steps that a graph cannot repeat. Each function changes the input of an MLP.

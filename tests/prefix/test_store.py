@@ -367,11 +367,15 @@ def _accept_page(_page: StoredPage) -> None:
 
 
 def edit_row(change: Callable[[torch.Tensor], list[torch.Tensor]]) -> Callable[[Any, Any], Any]:
-    return lambda rows, metadata: rows.extend(change(rows.pop())) or metadata
+    def edit(rows: list[torch.Tensor], metadata: Any) -> Any:
+        rows.extend(change(rows.pop()))
+        return metadata
+
+    return edit
 
 
 def edit_layer(**fields: Any) -> Callable[[Any, Any], Any]:
-    return lambda _, metadata: metadata[1].update(fields) or metadata
+    return lambda _, metadata: [metadata[0], metadata[1] | fields, *metadata[2:]]
 
 
 # Functions from the rows and metadata of a page to invalid metadata, for each rule. The changed
