@@ -117,7 +117,9 @@ def summarize(results: list[dict[str, dict[str, Any]]], context: int) -> list[Re
     for draft in (EARLY_EXIT, ROUNDED):
         tokens: dict[str, Any] = {}
         for name in results[0]:
-            acceptances = [torch.tensor(result[name][draft]) for result in results]
+            acceptances = [
+                torch.tensor(result[name][draft], dtype=torch.float64) for result in results
+            ]
             tokens[name] = np.array([count_tokens(each).mean() for each in acceptances])
             ratios = tokens[name][samples].mean(1) / tokens[FLOOR][samples].mean(1)
             low, high = np.quantile(ratios, (0.025, 0.975)).tolist()

@@ -92,8 +92,8 @@ def measure_prompts(
     planting = planted_outliers(model, factor, head_stride) if factor != 1 else nullcontext()
     with planting, paged_attention(model):
         for length, (standard_passages, standard_caches) in cases.items():
-            cache_names = caches.split(",") if caches else standard_caches
-            for cache in cache_names:
+            cache_names = [name.strip() for name in caches.split(",") if name.strip()]
+            for cache in cache_names or standard_caches:
                 if cache not in storages:
                     progress(f"preparing {cache}")
                     storages[cache] = make_storage(model, cache)

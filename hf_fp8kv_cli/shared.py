@@ -19,8 +19,9 @@ def choose_device(text: str) -> str:
 
     from hf_fp8kv.errors import ConfigError
 
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = default_device if text == "auto" else text
+    device = text
+    if text == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.zeros(1, device=device).item()  # fails on "meta" as well, which has no values
     except (RuntimeError, AssertionError) as error:

@@ -35,7 +35,7 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". Only an issue may raise a budget.
 BUDGETS = {
-    "__init__": 31, "attention": 1351, "cache": 2038, "calibration": 1006, "card": 573, "cli": 698,
+    "__init__": 31, "attention": 1352, "cache": 2038, "calibration": 1014, "card": 573, "cli": 699,
     "enabling": 257, "errors": 23, "formats": 200, "modeling": 479, "ops": 3008, "paging": 1108,
     "prefix": 1081, "reproducible": 358, "scales": 1629, "server": 2512, "serving": 1202,
     "utils": 444, "vllm": 533,

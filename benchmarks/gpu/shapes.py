@@ -46,13 +46,14 @@ class PageFormat:
 
 BF16 = PageFormat("bf16 pages", AUTO)
 PAGE_FORMATS = (
+    PageFormat("e4m3", "fp8_e4m3"),
+    PageFormat("e4m3 static", "fp8_e4m3", is_static=True),
+    PageFormat("e5m2 static", "fp8_e5m2", is_static=True),
     *(
         PageFormat(fmt.name.removeprefix("fp8_"), fmt.name)
         for fmt in DISTINCT_FORMATS
-        if fmt.name != "fp8_e5m2"
+        if fmt.name not in ("fp8_e4m3", "fp8_e5m2")
     ),
-    PageFormat("e4m3 static", "fp8_e4m3", is_static=True),
-    PageFormat("e5m2 static", "fp8_e5m2", is_static=True),
     BF16,
 )
 _FORMATS_BY_NAME = {fmt.name: fmt for fmt in PAGE_FORMATS}

@@ -424,9 +424,9 @@ class CapturedStep:
         if key != self._key or not all(map(operator.is_, offsets, self._offsets)):
             self._forget()
             self._num_key_changes += 1
+            self._inputs = tree_map(_copy, inputs)
             self._key = key
             self._offsets = offsets
-            self._inputs = tree_map(_copy, inputs)
             self._buffers = _find_tensors(tree_leaves(self._inputs))
         torch._foreach_copy_(self._buffers, tensors)
         if self._graph is not None:

@@ -92,7 +92,8 @@ class ModelReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""
-        return {**asdict(self), "path": self.path, "counts": self.counts}
+        layers = [asdict(layer) for layer in self.layers]
+        return {**asdict(self), "path": self.path, "counts": self.counts, "layers": layers}
 
     def __str__(self) -> str:
         if self.refusal:

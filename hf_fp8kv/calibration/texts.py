@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _MIN_TOKENS = 2
 # Number of characters of a text file that are read for each token. English has four per token.
 _CHARACTERS_PER_TOKEN = 16
+_MAX_READ_CHARACTERS = 1 << 16  # maximum number of characters of a call of `read`
 
 
 def read_model_windows(
@@ -243,13 +244,22 @@ def _iterate_items(texts: Any, max_characters: int) -> Iterator[tuple[str, Any]]
     try:
         with path.open(encoding="utf-8-sig") as file:
             if suffix == ".txt":
-                yield str(path), file.read(max_characters)
+                yield str(path), _read_start(file, max_characters)
             else:
                 yield from _read_json_lines(path, file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}: expected UTF-8, got {error}. Save the file as UTF-8 text"
         ) from error
+
+
+def _read_start(file: TextIO, max_characters: int) -> str:
+    """Return the first characters of a file. `read` would allocate memory for all of them."""
+    parts = []
+    while max_characters and (part := file.read(min(max_characters, _MAX_READ_CHARACTERS))):
+        parts.append(part)
+        max_characters -= len(part)
+    return "".join(parts)
 
 
 def _read_json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:

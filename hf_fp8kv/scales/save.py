@@ -249,9 +249,15 @@ def _plan_weight_files(
     removed_names = set(checkpoint.removed_tensors)
     if INDEX_FILE in files and single_file.is_file():
         # After an interrupted call, both are the same file, or `FIRST_FILE` has no scales.
-        weight_names = set(read_header(single_file)[0]) - removed_names
         has_both = first_file.is_file() and not single_file.samefile(first_file)
-        if has_both and not (removed_names and set(read_header(first_file)[0]) == weight_names):
+        is_interrupted = (
+            has_both
+            and removed_names
+            and (
+                set(read_header(single_file)[0]) - removed_names == set(read_header(first_file)[0])
+            )
+        )
+        if has_both and not is_interrupted:
             raise ScaleError(
                 f"{source}: expected the weights in {SINGLE_FILE} or {FIRST_FILE}, got two files. "
                 f"Delete {SINGLE_FILE} or {FIRST_FILE}"

@@ -65,7 +65,6 @@ class Metrics(Collector):
     def count_waiting(self) -> int:
         """Return the number of the engine's requests that wait for a first step."""
         num_active: int = self.engine.count_active()
-        # The values are copied, because other threads change the counter.
         return max(sum(list(self.unfinished_answers.values())) - num_active, 0)
 
     def format_prometheus(self) -> bytes:

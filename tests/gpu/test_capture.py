@@ -54,7 +54,7 @@ def test_replays_give_the_bits_of_eager_steps(name: str, options: Any, sample: b
     expected, _ = generate(model, inputs, False, disable_compile=True, **keywords)
     actual, step = generate(model, inputs, True, **keywords)
     assert_equal(actual, expected)
-    assert step.num_replays == NEW_TOKENS - 4, step.reason
+    assert step.num_replays == NEW_TOKENS - 4, step.obstacle
 
 
 @needs_gpu
@@ -72,7 +72,7 @@ def test_a_failed_capture_leaves_everything_usable() -> None:
     mlp.forward = synchronize
     actual, step = generate(model, inputs, True, do_sample=True)
     assert_equal(actual, expected)
-    assert step.reason
+    assert step.obstacle
     assert step.num_replays == 0
     del mlp.forward
     actual, step = generate(model, inputs, True, do_sample=True)

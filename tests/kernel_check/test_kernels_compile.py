@@ -62,7 +62,7 @@ def test_kernels_of_a_step_obey_the_rules(target):
     assert [row for row in rows if row["violations"]] == []
     assert process.returncode == 0
     kernels = {row["kernel"] for row in rows} - {"widen_codes"}
-    assert kernels == {"schedule", "attend", "combine", "write", "gather"}
+    assert kernels == {"fill_schedule", "attend", "combine", "write", "gather"}
     # On gfx942, products do not read codes from shared memory, so codes are not widened.
     assert any(row["kernel"] == "widen_codes" for row in rows) == (target == "sm_90")
     assert {row["variant"] for row in rows} == set(TARGET_VARIANTS[target])

@@ -75,7 +75,7 @@ def attend(
         LATENT_CHUNK_TOKENS if spec.latent and num_rows <= MAX_LATENT_ROWS else CHUNK_TOKENS
     )
     chunk_size = max(num_chunk_tokens // pages.page_size, 1) * pages.page_size
-    # Chunks begin at multiples of their size, and so with a page.
+    # Chunks begin at multiples of their size, and so with a page, except the first chunk.
     aligned_starts = range(visible_start // chunk_size * chunk_size, visible_stop, chunk_size)
     if visible_start >= visible_stop:
         aligned_starts = range(0)  # no position is visible
