@@ -164,7 +164,7 @@ FAULTS = {
         "schedule", "_fill_schedule", "tl.store(unused_ptrs, -1", r"@%p\d+ st\.global[^;]*", ""
     ),
     "a token without a place is stored": PlantedFault(
-        "write", "_write", "tl.store(code_ptrs, codes, mask=is_stored", r"@%p\d+ (st\.global)", r"\1"
+        "write", "_write", "store(code_ptrs, codes, mask=is_stored", r"@%p\d+ (st\.global)", r"\1"
     ),
     "codes one byte too far": PlantedFault(
         "write", "_write", "tl.store(code_ptrs, codes", r"(st\.global[^\n]*\+ )0 \]", r"\g<1>1 ]"
