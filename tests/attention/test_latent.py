@@ -256,12 +256,10 @@ def test_changed_weights_take_effect() -> None:
         assert_same_as_sdpa(model, inputs)
     # The second of two successive hooks may have the address of the first.
     projection = first_module.kv_b_proj
-    hooks: tuple[Callable[..., Any], ...] = (
-        lambda _module, _args, output: 0.5 * output,
-        lambda _module, _args, output: output + 1,
-    )
-    for change_output in hooks:
-        hook = projection.register_forward_hook(change_output)
+    for factor in (0.5, -3.0):
+        hook = projection.register_forward_hook(
+            lambda _module, _args, output, factor=factor: factor * output
+        )
         assert_same_as_sdpa(model, inputs)
         hook.remove()
     # Two successive projections have no parameters.

@@ -397,11 +397,11 @@ class CacheMachine(RuleBasedStateMachine):
     def sizes_match_the_model(self) -> None:
         for branch in self.branches:
             cache = branch.cache
-            growing_layers = [] if self.is_preallocated else cache.layers
-            for layer, length in zip(growing_layers, branch.lengths, strict=False):
+            for layer, length in zip(cache.layers, branch.lengths, strict=True):
                 start = max(length - self.window + 1, 0) if layer.is_sliding else 0
-                # A request of the cache for a mask would announce a step of a model.
-                assert layer.get_mask_sizes(3) == (length + 3 - start, start)
+                if not self.is_preallocated:
+                    # `cache.get_mask_sizes` would begin a step of the model.
+                    assert layer.get_mask_sizes(3) == (length + 3 - start, start)
             sizes = [layer.store.memory_footprint() for layer in cache.layers]
             num_on_device = len([size for size in sizes if size.get("pages")])
             assert self.kind != "offloaded" or num_on_device <= 2

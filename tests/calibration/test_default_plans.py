@@ -260,8 +260,8 @@ def test_a_failure_gives_the_plain_format_and_one_line(
     model.model.train() if hasattr(model, "model") else model.train()
     state = read_state(model)
     for prefix_store in (None, store):
-        keywords = {"page_size": 16}
-        assert resolve_plan(model, keywords, prefix_store=prefix_store) == PLAIN | keywords
+        keywords = resolve_plan(model, {"page_size": 16}, prefix_store=prefix_store)
+        assert keywords == PLAIN | {"page_size": 16}
         assert read_state(model) == state
     (message,) = caplog.messages
     assert "\n" not in message

@@ -234,8 +234,8 @@ def test_the_order_of_the_texts_does_not_matter(data, texts, max_length):
 def test_reading_stops_at_max_tokens(texts, max_length, max_tokens):
     windows = read_texts(texts, max_length=max_length, max_tokens=max_tokens)
     total = sum(len(window) for text in texts for window in split_windows(text, max_length))
-    assert sum(map(len, windows)) in {total, max_tokens, max_tokens - 1}
-    assert sum(map(len, windows)) >= min(total, max_tokens - 1)
+    allowed_counts = (max_tokens, max_tokens - 1) if total >= max_tokens else (total,)
+    assert sum(map(len, windows)) in allowed_counts
     assert min(map(len, windows)) >= 2
     # The last window is shortened.
     assert list_window_ids(read_texts(["a b c", "b c d a"], max_tokens=5)) == [[A, B, C], [B, C]]

@@ -280,8 +280,9 @@ def test_disable_restores_forward_and_copies_stay_deterministic() -> None:
         with pytest.raises(ConfigError, match="attention over stored pages"):
             each_model(**inputs, use_cache=False)
     compiled = torch.compile(model, backend="eager")
+    cache = FP8PagedCache(model)
     with pytest.raises(ConfigError, match=r"torch\.compile"), torch.no_grad():
-        compiled(make_ids(2, 5), past_key_values=FP8PagedCache(model))
+        compiled(make_ids(2, 5), past_key_values=cache)
     serving.enable(model, deterministic=True)
     serving.disable(model)
     assert model.generate(make_ids(2, 5), max_new_tokens=2).shape == (2, 7)

@@ -312,7 +312,7 @@ def test_logprobs_of_impossible_tokens_are_finite():
 )
 def test_several_answers_match_answers_of_consecutive_seeds(server, path, fields, stream):
     best_of = {"best_of": 3} if path == COMPLETIONS else {}
-    fields |= {"max_tokens": 10, "temperature": 1.2, "stream": stream}
+    fields = fields | {"max_tokens": 10, "temperature": 1.2, "stream": stream}
     joint_choices = get_choices(server, path, **fields, n=3, seed=2**63 - 2, **best_of)
     single_choices = []
     for seed in (2**63 - 2, 2**63 - 1, -(2**63)):
@@ -509,6 +509,7 @@ def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(
     assert join_parts(parts) == (expected_text, "")
     calls = [part.call for part in parts if part.call]
     assert [(name, json.loads(arguments)) for name, arguments in calls] == expected_calls
+    assert len(parts) == len(expected_calls) + bool(expected_text)
 
 
 MISSING_TOOL_CHOICE = {"type": "function", "function": {"name": "missing"}}

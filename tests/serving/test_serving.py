@@ -705,6 +705,7 @@ def test_requests_are_admitted_after_all_running_requests_are_canceled() -> None
         lengths: dict[str, int] = {}
         while {waiting_id, added_id} - lengths.keys():
             output = manager.get_result(timeout=20)
+            assert output is not None, lengths
             lengths[output.request_id] = len(output.generated_tokens)
         for request_id in (waiting_id, added_id):
             manager.cancel_request(request_id)  # otherwise the manager waits for it at exit
