@@ -22,31 +22,6 @@ StatesCallback = Callable[[int, Tensor, Tensor], None]
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
-class Batch:
-    """Windows of text, right-padded to the longest window, for one call of the model.
-
-    `ids` is `[B, T]`, int64, on the CPU. `is_token`, `[B, T]`, bool, is False for padding. It is
-    None without padding. `num_tokens` does not include padding. `first_position` is the position of
-    the first token, for models that take `position_ids`. None means the default of the model.
-    """
-
-    def __init__(self, windows: tuple[Tensor, ...], first_position: int | None = None) -> None:
-        self.ids = pad_sequence([window.long() for window in windows], batch_first=True)
-        lengths = torch.tensor([len(window) for window in windows], device="cpu")
-        is_token = torch.arange(self.ids.shape[1], device="cpu") < lengths[:, None]
-        self.is_token = None if is_token.all() else is_token
-        self.num_tokens = int(lengths.sum())
-        self.first_position = first_position
-
-
-def make_batches(windows: Sequence[Tensor], batch_size: int) -> list[Batch]:
-    """Return the windows in batches of `batch_size`, in the same order."""
-    return [
-        Batch(tuple(windows[start : start + batch_size]))
-        for start in range(0, len(windows), batch_size)
-    ]
-
-
 class _ObservedCache(DynamicCache):
     """A `DynamicCache` that also passes K and V of the observed layers to a callback."""
 
@@ -114,25 +89,33 @@ def find_paged_layers(model: PreTrainedModel) -> frozenset[int]:
 
 
 def observe(
-    model: PreTrainedModel, batch: Batch, layer_indices: frozenset[int], on_states: StatesCallback
+    model: PreTrainedModel,
+    windows: Sequence[Tensor],
+    layer_indices: frozenset[int],
+    on_states: StatesCallback,
+    first_position: int | None = None,
 ) -> None:
     """Run a model in eval mode once, on an empty cache, and call `on_states` for each layer.
 
-    Both parts of an encoder-decoder read the text. Only its decoder's self-attention is observed.
-    Raise ConfigError if the model cannot read token ids into a cache.
+    Both parts of an encoder-decoder read the windows, right-padded to the longest. Only its
+    decoder's self-attention is observed. `first_position` is the position of the first tokens, for
+    models that take `position_ids`. None means the default of the model. Raise ConfigError if the
+    model cannot read token ids into a cache.
     """
     device = find_input_device(model)
-    ids = batch.ids.to(device)
-    is_token = None if batch.is_token is None else batch.is_token.to(device)
-    cache: Any = _ObservedCache(model.config, layer_indices, on_states, is_token)
+    ids = pad_sequence([window.long() for window in windows], batch_first=True).to(device)
+    is_token: Tensor | None = None
     inputs: dict[str, Any] = {"input_ids": ids}
-    if is_token is not None:
+    if len({*map(len, windows)}) > 1:
+        lengths = torch.tensor([*map(len, windows)], device=device)
+        is_token = torch.arange(ids.shape[1], device=device) < lengths[:, None]
         inputs["attention_mask"] = is_token.long()
+    cache: Any = _ObservedCache(model.config, layer_indices, on_states, is_token)
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
         inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
-    if batch.first_position is not None:
-        positions = torch.arange(ids.shape[1], device=device) + batch.first_position
+    if first_position is not None:
+        positions = torch.arange(ids.shape[1], device=device) + first_position
         inputs["position_ids"] = positions.expand(ids.shape)
     try:
         with torch.no_grad(), exact_states():

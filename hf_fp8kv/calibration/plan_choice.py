@@ -45,16 +45,10 @@ from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import compute_digest, digest_decoder
-from .observe import (
-    Batch,
-    center_and_rotate,
-    find_input_device,
-    find_paged_layers,
-    make_nonfinite_error,
-)
+from .observe import center_and_rotate, find_input_device, find_paged_layers, make_nonfinite_error
 from .plan_files import make_plan_path, read_plan, share_plan, write_plan
 from .protection import MAX_BITS, MAX_KL, MAX_TRIES, MIN_BITS, protect_layers, widen_layers
-from .queries import Queries, observe_queries
+from .queries import LayerStates, observe_queries
 from .texts import read_model_windows
 
 logger = logging.getLogger(__name__)
@@ -93,9 +87,6 @@ _CHOICES = ModelAttribute[dict[float, "_PlanChoice"]]("_hf_fp8kv_plan_choice")
 _FROZEN_PLAN = ModelAttribute[dict[float, "Plan | None"]]("_hf_fp8kv_frozen_plan")
 # A choice changes the attention of its model for a while, so only one thread chooses at a time.
 _choice_lock = threading.RLock()
-
-# K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
-LayerStates = tuple[Tensor, Tensor, Queries | None]
 
 
 class Passes(NamedTuple):
@@ -424,7 +415,7 @@ def _choose(
     is_latent = caches_latents(model.config.get_text_config(decoder=True))
     with _isolated(model):
         with eval_mode(model):
-            call_states, may_transform_k = read_states(
+            states_by_layer, may_transform_k = read_states(
                 model, layer_indices, windows, passes.num_positions
             )
         layer_scales = {}
@@ -436,11 +427,7 @@ def _choose(
             center = None
             layer_plan = LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
             k_costs[index] = 0.0  # unknown
-            all_states = [
-                states_by_layer.pop(index)
-                for states_by_layer in call_states
-                if index in states_by_layer
-            ]
+            all_states = states_by_layer.pop(index)
             is_visible = all_states and all(queries is not None for *_, queries in all_states)
             if is_visible:
                 center, layer_plan, k_costs[index] = _choose_layer_plan(
@@ -507,31 +494,27 @@ def read_states(
     layer_indices: frozenset[int],
     windows: Sequence[Tensor],
     max_positions: int = len(_FIRST_POSITIONS),
-) -> tuple[list[dict[int, LayerStates]], bool]:
-    """Return the states of layers for each window and position, and whether K may be transformed.
+) -> tuple[dict[int, list[LayerStates]], bool]:
+    """Return the states of each layer in all calls, and whether K may be transformed.
 
     A window is read at up to `max_positions` first positions that the model has. RoPE rotates K
     with the position, so K of a single position does not show its center and outliers.
     """
     first_positions = _list_first_positions(model, max(map(len, windows)))[:max_positions]
-    call_states: list[dict[int, LayerStates]] = []
-
-    def add_states(index: int, k: Tensor, v: Tensor, queries: Queries | None) -> None:
-        call_states[-1][index] = k, v, queries
-
+    states_by_layer: dict[int, list[LayerStates]] = {index: [] for index in layer_indices}
     for window in windows:
         for first_position in first_positions:
-            call_states.append({})
             try:
-                observe_queries(model, Batch((window,), first_position), layer_indices, add_states)
+                call_states = observe_queries(model, window, layer_indices, first_position)
             except ConfigError as error:
                 if first_position is None:
                     raise
                 logger.warning("positions from %d are not tried: %s", first_position, error)
                 first_positions = first_positions[: first_positions.index(first_position)]
-                call_states.pop()
                 break
-    return call_states, len(first_positions) > 1 or not has_rope(model)
+            for index, states in call_states.items():
+                states_by_layer[index].append(states)
+    return states_by_layer, len(first_positions) > 1 or not has_rope(model)
 
 
 def _choose_layer_plan(

@@ -1,6 +1,5 @@
 """Sample the queries of a text, and compute the cost of rounding errors for their attention."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
 from ..ops.visibility import find_first_visible
-from .observe import Batch, observe
+from .observe import observe
 
 # Maximum number of tokens whose queries are sampled from a text.
 _MAX_QUERIES = 64
@@ -62,17 +61,22 @@ class Queries:
         return (self.weights * logit_errors.square()).sum((-2, -1))
 
 
+# K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
+LayerStates = tuple[Tensor, Tensor, Queries | None]
+
+
 def observe_queries(
     model: PreTrainedModel,
-    batch: Batch,
+    window: Tensor,
     layer_indices: frozenset[int],
-    on_layer: Callable[..., None],
-) -> None:
-    """Run the model, and call `on_layer` with a layer's index, K, V, and its queries or None.
+    first_position: int | None = None,
+) -> dict[int, LayerStates]:
+    """Run the model on a window, and return the states of each layer. Errors are as in `observe`.
 
     Queries are visible if the model uses transformers' attention registry and attends to this K.
     """
     states: dict[int, tuple[Tensor, Tensor]] = {}
+    layer_states: dict[int, LayerStates] = {}
 
     def on_states(index: int, k: Tensor, v: Tensor) -> None:
         states[index] = (k, v)
@@ -82,19 +86,18 @@ def observe_queries(
     ) -> None:
         if module.layer_idx in states:
             k, v = states.pop(module.layer_idx)
-            on_layer(module.layer_idx, k, v, _sample_queries(query, k, options))
+            layer_states[module.layer_idx] = (k, v, _sample_queries(query, k, options))
 
     hides_queries = model.config.is_encoder_decoder or not model._can_set_attn_implementation()
     with nullcontext() if hides_queries else watched_attention(model, on_attention):
-        observe(model, batch, layer_indices, on_states)
-    for index in sorted(states):  # layers without visible queries
-        on_layer(index, *states[index], None)
+        observe(model, [window], layer_indices, on_states, first_position)
+    return layer_states | {index: (k, v, None) for index, (k, v) in states.items()}
 
 
 def _sample_queries(query: Tensor, k: Tensor, options: dict[str, Any]) -> Queries | None:
     """Sample evenly spaced queries from the last three quarters of `query`, `[1, Hq, N, D]`."""
     num_tokens = query.shape[2]
-    if query.shape[0] != 1 or num_tokens != len(k):
+    if num_tokens != len(k):
         return None
     num_queries = min(_MAX_QUERIES, num_tokens)
     positions = torch.linspace(num_tokens // 4, num_tokens - 1, num_queries, device="cpu").long()

@@ -32,14 +32,9 @@ from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.arguments import check_count
 from ..utils.digests import digest_decoder
 from ..utils.text import format_list, format_value
-from .observe import (
-    center_and_rotate,
-    find_paged_layers,
-    make_batches,
-    make_nonfinite_error,
-    observe,
-)
-from .plan_choice import LayerStates, read_states, sample_windows
+from .observe import center_and_rotate, find_paged_layers, make_nonfinite_error, observe
+from .plan_choice import read_states, sample_windows
+from .queries import LayerStates
 from .texts import read_model_windows
 
 logger = logging.getLogger(__name__)
@@ -134,14 +129,14 @@ def calibrate(
         eval_mode(model),
         tqdm(total=num_tokens, disable=not progress, unit="tok", unit_scale=True) as bar,
     ):
-        call_states, may_transform_k = read_states(
+        states_by_layer, may_transform_k = read_states(
             model,
             layer_indices,
             [window[:_MAX_SAMPLE_TOKENS] for window in sample_windows(windows)],
         )
         is_latent = caches_latents(model.config.get_text_config(decoder=True))
         may_center = center and plan is None and may_transform_k and not is_latent
-        storages = _add_centers(storages, call_states, may_center=may_center)
+        storages = _add_centers(storages, states_by_layer, may_center=may_center)
         layer_amax: dict[int, _LayerAmax] = {}
 
         def observe_layer(index: int, k: Tensor, v: Tensor) -> None:
@@ -150,12 +145,13 @@ def calibrate(
                 amax = torch.maximum(old_amax[0], amax[0]), torch.maximum(old_amax[1], amax[1])
             layer_amax[index] = amax
 
-        for states_by_layer in call_states:
-            for index, (k, v, _) in states_by_layer.items():
+        for index, layer_states in states_by_layer.items():
+            for k, v, _ in layer_states:
                 observe_layer(index, k, v)
-        for batch in make_batches(windows, batch_size):
+        for start in range(0, len(windows), batch_size):
+            batch = windows[start : start + batch_size]
             observe(model, batch, layer_indices, observe_layer)
-            bar.update(batch.num_tokens)
+            bar.update(sum(map(len, batch)))
     _warn_of_missing_layers(layer_indices, layer_amax)
     if granularity == "channel" and not may_transform_k:
         logger.warning(
@@ -174,9 +170,7 @@ def calibrate(
         v_scale = compute_scale(
             v_amax * margin, mixed_granularity if storage.rotates("v") else granularity
         )
-        layer_states = [
-            states_by_layer[index] for states_by_layer in call_states if index in states_by_layer
-        ]
+        layer_states = states_by_layer[index]
         has_queries = all(queries is not None for *_, queries in layer_states)
         if granularity == "head" and storage.center is None and has_queries:
             k_scale = search_head_scales("k", k_scale, layer_states, storage.plan)
@@ -268,7 +262,7 @@ def _parse_storages(
 
 def _add_centers(
     storages: Mapping[int, _Storage],
-    call_states: Sequence[Mapping[int, LayerStates]],
+    states_by_layer: Mapping[int, Sequence[LayerStates]],
     *,
     may_center: bool,
 ) -> dict[int, _Storage]:
@@ -279,11 +273,8 @@ def _add_centers(
     new_storages = dict(storages)
     for index, (layer_plan, center) in storages.items():
         needs_center = may_center if layer_plan is None else layer_plan.k.centered
-        layer_states = [
-            states_by_layer[index] for states_by_layer in call_states if index in states_by_layer
-        ]
-        if needs_center and center is None and layer_states:
-            mean = torch.cat([k.float() for k, *_ in layer_states]).mean(0)
+        if needs_center and center is None and states_by_layer[index]:
+            mean = torch.cat([k.float() for k, *_ in states_by_layer[index]]).mean(0)
             new_storages[index] = _Storage(layer_plan, mean.cpu())
     return new_storages
 

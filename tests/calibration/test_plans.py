@@ -241,10 +241,10 @@ def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
     # The model does not accept `position_ids`, or fails if they are passed.
     observe_queries = plan_choice.observe_queries
 
-    def observe(model: Any, batch: Any, layers: Any, on_layer: Any) -> None:
-        if batch.first_position is not None:
+    def observe(model: Any, window: Any, layers: Any, first_position: int | None) -> Any:
+        if first_position is not None:
             raise ConfigError("model: position_ids are not supported")
-        observe_queries(model, batch, layers, on_layer)
+        return observe_queries(model, window, layers)
 
     monkeypatch.setattr(plan_choice, "observe_queries", observe)
     monkeypatch.setattr(plan_choice, "accepts_argument", lambda *_: accepts_positions)

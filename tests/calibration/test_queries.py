@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_fp8kv.calibration.observe import Batch, find_paged_layers
+from hf_fp8kv.calibration.observe import find_paged_layers
 from hf_fp8kv.calibration.queries import Queries, observe_queries
 from tests.helpers.tiny_models import VOCAB, build_variant
 
@@ -28,18 +28,9 @@ def test_the_cost_of_errors_matches_its_definition(side):
     assert len({*expected.tolist()}) == 2  # queries weight errors differently
 
 
-def record_queries(model, *texts: torch.Tensor) -> list[Queries | None]:
-    layer_queries: list[Queries | None] = []
-    observe_queries(
-        model, Batch(texts), find_paged_layers(model),
-        lambda index, k, v, queries: layer_queries.append(queries),
-    )  # fmt: skip
-    return layer_queries
-
-
-def make_random_texts(*lengths: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+def record_queries(model, window: torch.Tensor) -> list[Queries | None]:
+    layer_states = observe_queries(model, window, find_paged_layers(model))
+    return [queries for _, _, queries in layer_states.values()]
 
 
 # Full attention and windows, an unusual scaling, and fewer or more tokens than queries.
@@ -57,7 +48,7 @@ def test_queries_match_the_attention_of_the_model(name, config, num_tokens, wind
     # Queries are from the last three quarters of the text. The weights of a query are a row of the
     # model's attention.
     model = build_variant(name, **config)[0]
-    (ids,) = make_random_texts(num_tokens)
+    ids = torch.randint(3, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(3))
     layer_queries = record_queries(model, ids)
     eager = build_variant(name, attn_implementation="eager", **config)[0]
     eager.load_state_dict(model.state_dict())
@@ -71,7 +62,3 @@ def test_queries_match_the_attention_of_the_model(name, config, num_tokens, wind
         actual = queries.weights.view_as(expected)
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
     assert max(num_attended) == window
-
-
-def test_a_batch_of_several_texts_has_no_queries():
-    assert record_queries(build_variant("mistral")[0], *make_random_texts(12, 9)) == [None, None]
