@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import logging
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -14,11 +13,12 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from .attention import capture as capturing
 from .attention import latent
 from .attention.check_model import ModelReport, check_model, find_stock_layers, probe_preallocated
+from .attention.fp8_paged import ROUNDING
 from .attention.switching import get_attn_implementations, set_attn_implementations
 from .cache.cache import NOT_KEPT, FP8PagedCache, MemoryFootprint
 from .calibration.plan_choice import check_bits, freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
-from .formats import ADAPTIVE, DEFAULT_DTYPE, list_counts, summarize_plan
+from .formats import ADAPTIVE, DEFAULT_DTYPE, list_counts
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelAttribute, ModelMethod, remove_methods
 from .modeling.model_support import (
@@ -36,12 +36,10 @@ from .prefix.media import keep_encoder_inputs
 from .prefix.store import PrefixStore
 from .prefix.stored_pages import check_store
 from .reproducible.modules import install_deterministic, probe_deterministic, remove_deterministic
-from .reproducible.training import install_rounding, prepare_rounding, remove_rounding
+from .reproducible.training import prepare_rounding
 from .scales.kv_scales import StoragePlan, warn_if_stale
 from .utils.digests import digest_weights
 from .utils.text import suggest
-
-logger = logging.getLogger(__name__)
 
 # The attention implementations that `disable` restores.
 _SAVED_ATTENTION = ModelAttribute[dict[str, Any]]("_hf_fp8kv_saved_attention")
@@ -197,17 +195,10 @@ def enable(
     methods = _choose_methods(base, cache_keywords, prefix_store, reuse_prefix, capture=capture)
     for name, (function, *arguments) in methods.items():
         ModelMethod(base, name, function, *arguments).install()
-    install_rounding(roundings)
+    for module, rounding in roundings.items():
+        ROUNDING.set(module, rounding)
     if deterministic:
         install_deterministic(base, __name__)
-    note = ""
-    sizes = cache.count_bytes()
-    if sizes is not None:
-        bf16_bytes, stored_bytes = sizes
-        note = f", {stored_bytes:,.0f} bytes per token, {bf16_bytes:,.0f} in bf16"
-    logger.info(
-        "generate() of %s stores %s%s", type(base).__name__, summarize_plan(cache.plan), note
-    )
     return model
 
 
@@ -278,7 +269,8 @@ def disable(model: _Model) -> _Model:
         unfreeze_plan(base)
         _last_uses.pop(base, None)
         remove_methods(base)
-        remove_rounding(base)
+        for module in base.modules():
+            ROUNDING.remove(module)
         remove_deterministic(base, __name__)
         latent.remove_all(base)
         if base._can_set_attn_implementation():
@@ -433,14 +425,10 @@ def _pad_to_full_length(layer: Any) -> list[torch.Tensor]:
 
 
 def _uses_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
-    if model_kwargs.get(CACHE) is not None:
-        return False
-    implementation = generation_config.cache_implementation
     # The generation configs of old checkpoints contain "hybrid", which transformers ignores.
-    if implementation not in (None, "hybrid", OFFLOADED):
-        logger.info("generate() uses a %r cache instead of an FP8 cache", implementation)
-        return False
-    return generation_config.use_cache is not False
+    is_default = generation_config.cache_implementation in (None, "hybrid", OFFLOADED)
+    uses_cache = generation_config.use_cache is not False
+    return is_default and uses_cache and model_kwargs.get(CACHE) is None
 
 
 @without_replacement_note

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass, replace
 
-from hf_fp8kv.formats import AUTO, DISTINCT_FORMATS
+from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec
 
 
@@ -51,8 +51,8 @@ PAGE_FORMATS = (
     PageFormat("e5m2 static", "fp8_e5m2", is_static=True),
     *(
         PageFormat(fmt.name.removeprefix("fp8_"), fmt.name)
-        for fmt in DISTINCT_FORMATS
-        if fmt.name not in ("fp8_e4m3", "fp8_e5m2")
+        for fmt in FORMATS.values()
+        if fmt.bits == 8 and fmt.name not in ("fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2")
     ),
     BF16,
 )

@@ -22,36 +22,6 @@ StatesCallback = Callable[[int, Tensor, Tensor], None]
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
-class _ObservedCache(DynamicCache):
-    """A `DynamicCache` that also passes K and V of the observed layers to a callback."""
-
-    def __init__(
-        self,
-        config: Any,
-        layer_indices: frozenset[int],
-        on_states: StatesCallback,
-        is_token: Tensor | None,
-    ) -> None:
-        super().__init__(config=config)
-        self._observed_indices = layer_indices
-        self._on_states = on_states
-        self._is_token = is_token
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        def remove_padding(states: Tensor) -> Tensor:  # [B, H, T, D] -> [N, H, D]
-            # Sums are in float64, which MPS does not support.
-            states = states.cpu() if states.device.type == "mps" else states
-            rows = states.detach().transpose(1, 2)
-            is_token = self._is_token
-            return rows.flatten(0, 1) if is_token is None else rows[is_token.to(rows.device)]
-
-        if layer_idx in self._observed_indices:
-            self._on_states(layer_idx, remove_padding(key_states), remove_padding(value_states))
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
 def make_nonfinite_error(layer_index: int, side_name: str) -> ConfigError:
     """Return the error for NaN or infinity in a layer. `side_name` is "K", "V" or "K and V"."""
     return ConfigError(
@@ -110,7 +80,21 @@ def observe(
         lengths = torch.tensor([*map(len, windows)], device=device)
         is_token = torch.arange(ids.shape[1], device=device) < lengths[:, None]
         inputs["attention_mask"] = is_token.long()
-    cache: Any = _ObservedCache(model.config, layer_indices, on_states, is_token)
+    cache: Any = DynamicCache(config=model.config)
+    update = cache.update
+
+    def remove_padding(states: Tensor) -> Tensor:  # [B, H, T, D] -> [N, H, D]
+        # Sums are in float64, which MPS does not support.
+        states = states.cpu() if states.device.type == "mps" else states
+        rows = states.detach().transpose(1, 2)
+        return rows.flatten(0, 1) if is_token is None else rows[is_token.to(rows.device)]
+
+    def observe_update(k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx in layer_indices:
+            on_states(layer_idx, remove_padding(k), remove_padding(v))
+        return update(k, v, layer_idx, *args, **kwargs)
+
+    vars(cache)["update"] = observe_update
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
         inputs |= {f"decoder_{name}": value for name, value in inputs.items()}

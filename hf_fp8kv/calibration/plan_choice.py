@@ -645,31 +645,21 @@ def _compute_costs(
 ) -> Tensor:
     """Return the cost of each plan of K or V by head, `[plans, Hkv]`.
 
-    With `of_output`, the cost of K is the squared error of the output, as the cost of V always is.
+    With `searched`, scales are searched, as a cache does for K. With `of_output`, the cost of K is
+    the squared error of the output, as the cost of V always is.
     """
     first_k = all_states[0][0]
     costs = torch.zeros(len(plans), first_k.shape[1], device=first_k.device)
+    find_scale = search_scale if searched else compute_dynamic_scale
     for k, v, queries in all_states:
         assert queries is not None
         states = k if side == "k" else v
         for cost, plan in zip(costs, plans, strict=True):
-            error = _compute_error(states, center, plan, searched=searched)
+            used_center = center if plan.centered else None
+            scaled_states = center_and_rotate(states, used_center, rotated=plan.rotated)
+            fmt = FORMATS[plan.format]
+            scale = find_scale(scaled_states, fmt).float()
+            error = compute_rounding_error(scaled_states, scale[..., None], fmt)
+            error = rotate(error) if plan.rotated else error  # rotation is its own inverse
             cost += queries.compute_cost(side, error, v.float() if of_output else None)
     return costs
-
-
-def _compute_error(
-    states: Tensor, center: Tensor | None, plan: SidePlan, *, searched: bool = False
-) -> Tensor:
-    """Return the errors of K or V, `[N, Hkv, D]`, stored by a plan.
-
-    With `searched`, scales are searched, as a cache does for K.
-    """
-    scaled_states = center_and_rotate(
-        states, center if plan.centered else None, rotated=plan.rotated
-    )
-    fmt = FORMATS[plan.format]
-    find_scale = search_scale if searched else compute_dynamic_scale
-    scale = find_scale(scaled_states, fmt).float()
-    error = compute_rounding_error(scaled_states, scale[..., None], fmt)
-    return rotate(error) if plan.rotated else error  # rotation is its own inverse

@@ -152,7 +152,13 @@ def calibrate(
             batch = windows[start : start + batch_size]
             observe(model, batch, layer_indices, observe_layer)
             bar.update(sum(map(len, batch)))
-    _warn_of_missing_layers(layer_indices, layer_amax)
+    if missing_layers := sorted(layer_indices - layer_amax.keys()):
+        logger.warning(
+            "layers %s stored nothing while the model read the texts, and have no scales. A cache "
+            "with these scales needs skip_layers=%s",
+            format_list(missing_layers),
+            missing_layers,
+        )
     if granularity == "channel" and not may_transform_k:
         logger.warning(
             "K has a scale for each head, not for each channel, because a channel may leave its "
@@ -296,15 +302,3 @@ def _compute_amax(index: int, k: Tensor, v: Tensor, storage: _Storage) -> _Layer
         if not torch.isfinite(amax).all():
             raise make_nonfinite_error(index, side)
     return k_amax, v_amax
-
-
-def _warn_of_missing_layers(
-    layer_indices: frozenset[int], layer_amax: Mapping[int, _LayerAmax]
-) -> None:
-    if missing_layers := sorted(layer_indices - layer_amax.keys()):
-        logger.warning(
-            "layers %s stored nothing while the model read the texts, and have no scales. A cache "
-            "with these scales needs skip_layers=%s",
-            format_list(missing_layers),
-            missing_layers,
-        )

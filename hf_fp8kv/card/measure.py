@@ -184,7 +184,9 @@ def measure_card(
             bar.update()
     entries = {cache: card.describe_cache(cache) for cache in contenders}
     for entry in entries.values():
-        entry["verdict"] = judge_cache(entry)
+        # The verdict is on the largest of the mean divergences after exact prompts.
+        kl = max(row["kl"] for row in select_rows(entry, EXACT))
+        entry["verdict"] = {"tier": find_tier(kl), "kl": kl}
         entry["tokens"] = int(memory_gib * 2**30 / entry["bytes_per_token"])
     return {
         **run,
@@ -365,17 +367,6 @@ def summarize_scores(texts: Sequence[Scores]) -> dict[str, Any]:
         "total_variation": all_scores.total_variation.mean().item(),
         "perplexity": all_scores.nll.mean().exp().item(),
     }
-
-
-def judge_cache(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the verdict on a cache from its entry in the card.
-
-    Returns:
-        `kl`, the largest of the mean divergences after exact prompts, and `tier`, the key of
-        `TIERS` for this divergence.
-    """
-    kl = max(row["kl"] for row in select_rows(entry, EXACT))
-    return {"tier": find_tier(kl), "kl": kl}
 
 
 def find_tier(kl: float) -> str:

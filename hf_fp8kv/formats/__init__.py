@@ -119,11 +119,6 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# One format of 8 bits for each number of mantissa bits. FNUZ is left out, because it has the
-# errors of E4M3.
-_EIGHT_BITS = [fmt for fmt in FORMATS.values() if fmt.bits == 8]
-DISTINCT_FORMATS = tuple({fmt.mantissa_bits: fmt for fmt in reversed(_EIGHT_BITS)}.values())[::-1]
-
 # Default formats with dynamic and with static scales. Checkpoints have static scales for E4M3.
 DEFAULT_DTYPE = "fp8_e3m4"
 STATIC_DTYPE = "fp8_e4m3"

@@ -137,11 +137,9 @@ def probe_deterministic(
 
 def install_deterministic(model: PreTrainedModel, owner: str) -> None:
     """Make modules compute in blocks of a fixed size, and attention deterministic, for `owner`."""
-    owners = _OWNERS.get(model)
-    if owners is None:
-        owners = set()
-        # Set before any other change, so that `remove_deterministic` undoes an interrupted install.
-        _OWNERS.set(model, owners)
+    owners = _OWNERS.get(model) or set()
+    # Set before any other change, so that `remove_deterministic` undoes an interrupted install.
+    _OWNERS.set(model, owners)
     if not owners:
         # Latent attention multiplies by the weight of this projection without calling the module.
         absorbed_ids = {

@@ -4,7 +4,6 @@ The pages only exist during the call. The operations that write and read them ar
 cache, so formats, scales and backends behave in the same way.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ..attention.check_model import find_stock_layers
 from ..attention.compact import CompactMask
 from ..attention.deterministic import check_padding
 from ..attention.fp8_paged import (
-    ROUNDING,
     Call,
     attend_stored,
     attend_with_transformers,
@@ -239,18 +237,6 @@ def _probe_roundings(
             f"in the model's dtype (skip_layers={unread_layers})"
         )
     return roundings
-
-
-def install_rounding(roundings: Mapping[torch.nn.Module, StoredRounding]) -> None:
-    """Make attention modules round K and V (see `enable`)."""
-    for module, rounding in roundings.items():
-        ROUNDING.set(module, rounding)
-
-
-def remove_rounding(model: torch.nn.Module) -> None:
-    """Remove the rounding from all modules of a model."""
-    for module in model.modules():
-        ROUNDING.remove(module)
 
 
 def straight_through(states: Tensor, rounded: Tensor) -> Tensor:

@@ -34,18 +34,6 @@ from .read_options import ReadOptions
 
 logger = logging.getLogger(__name__)
 
-_STALE_WARNING = (
-    "static scales (%s) were made for different weights than %s has now. %s. Calibrate again "
-    "(hf_fp8kv.calibrate), or use dynamic scales (scales=None). scales.made_for(model) checks the "
-    "weights"
-)
-_OTHER_MODEL_WARNING = (
-    "the scales or the plan (%s) were made for %s, which %s is not. Use the scales or the plan of "
-    "this model"
-)
-_STATIC_EFFECT = "Values that exceed the old range saturate"
-_DYNAMIC_EFFECT = "Nothing saturates, but the plan and centers may no longer fit"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KVScales(ScaleData):
@@ -347,10 +335,19 @@ def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> No
     model_name = type(model).__name__
     is_made_for_model = scales.made_for(model)
     if is_made_for_model is False:
-        effect = _DYNAMIC_EFFECT if scales.is_dynamic else _STATIC_EFFECT
-        warn_once(_STALE_WARNING % (scales.origin, model_name, effect))
+        effect = "Values that exceed the old range saturate"
+        if scales.is_dynamic:
+            effect = "Nothing saturates, but the plan and centers may no longer fit"
+        warn_once(
+            f"static scales ({scales.origin}) were made for different weights than {model_name} "
+            f"has now. {effect}. Calibrate again (hf_fp8kv.calibrate), or use dynamic scales "
+            "(scales=None). scales.made_for(model) checks the weights"
+        )
     elif is_made_for_model is None and (other_model := _describe_other_model(scales, model.config)):
-        warn_once(_OTHER_MODEL_WARNING % (scales.origin, other_model, model_name))
+        warn_once(
+            f"the scales or the plan ({scales.origin}) were made for {other_model}, which "
+            f"{model_name} is not. Use the scales or the plan of this model"
+        )
 
 
 def _describe_other_model(scales: KVScales, config: Any) -> str:

@@ -27,7 +27,7 @@ from .checkpoint.checkpoint import (
 from .checkpoint.configs import TGI_ENTRY, as_mapping
 from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
-from .formats.separate_files import METADATA_KEY, parse_json, read_kv_scales
+from .formats.separate_files import METADATA_KEY, parse_json, parse_kv_scales
 from .layer_scales import ScaleData
 from .read_options import ReadOptions
 
@@ -54,7 +54,7 @@ def read_file(path: Path, read_options: ReadOptions) -> ScaleData:
     else:
         tensor_names, metadata = read_header(path)
         if METADATA_KEY in metadata:
-            return read_kv_scales(path)
+            return parse_kv_scales(path.read_bytes(), str(path))
         if metadata.get("format") == CACHE_FORMAT:
             raise ScaleError(
                 f"{path}: expected scales, got a cache of FP8PagedCache.save. FP8PagedCache.load "

@@ -87,8 +87,6 @@ class ReadOptions:
             )
         last_index = expected_indices[-1] if expected_indices else -1
         kept_layers = {index: layer for index, layer in layers.items() if index <= last_index}
-        if later_layers := format_list(index for index in layers if index > last_index):
-            logger.info("%s: excluded the layers %s, past the last layer", origin, later_layers)
         missing_layers = format_list(
             index for index in expected_indices if index not in kept_layers
         )

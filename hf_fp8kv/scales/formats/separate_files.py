@@ -110,11 +110,6 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
         )
 
 
-def read_kv_scales(path: Path) -> ScaleData:
-    """Return the scales of a file in the format "hf_fp8kv"."""
-    return parse_kv_scales(path.read_bytes(), str(path))
-
-
 class VllmJson(ScaleFormat):
     """vLLM's `quantization_param_path`: one number for both K and V of each layer and rank."""
 
