@@ -16,9 +16,10 @@ from transformers import BatchEncoding, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv.cache.cache import FP8PagedCache
+from hf_fp8kv.calibration.divergence import compute_logits, compute_scores
 from hf_fp8kv.card.caches import count_bytes
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.modeling.model_support import CACHE, with_cache
+from hf_fp8kv.modeling.model_support import CACHE, find_max_positions
 from hf_fp8kv.scales.kv_scales import warn_if_stale
 from hf_fp8kv.utils.terminal import build_table, format_size
 from hf_fp8kv.utils.text import suggest
@@ -57,10 +58,7 @@ def encode_prompt(
     max_tokens = None
     if prompt is None:
         text = topics["typesseq"]
-        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        max_tokens = _DEFAULT_PROMPT_TOKENS
-        if max_positions:
-            max_tokens = max(1, min(max_tokens, max_positions - num_new))
+        max_tokens = max(1, min(_DEFAULT_PROMPT_TOKENS, find_max_positions(model) - num_new))
     if not chat:
         encoding = tokenizer(text, return_tensors="pt", truncation=False)
     elif tokenizer.chat_template is None:
@@ -109,7 +107,7 @@ def run_caches(
             f"{suggest(attention, attention_names)}"
         )
     measure = partial(run_cache, model, tokenizer, inputs, sampling, seed, memory_bytes)
-    stock_run, stock_logprobs = measure(partial(DynamicCache, config=model.config))
+    stock_run, stock_logits = measure(partial(DynamicCache, config=model.config))
     try:
         model.set_attn_implementation(attention)
     except (ValueError, ImportError) as error:
@@ -117,10 +115,11 @@ def run_caches(
             f"--attn: cannot use {attention} with {model_name}: {error}. Choose another attention"
         ) from error
     make_cache = partial(FP8PagedCache, model, **cache_options)
-    paged_run, paged_logprobs = measure(make_cache, cache_options.get("scales"))
+    paged_run, paged_logits = measure(make_cache, cache_options.get("scales"))
     kl = None
-    if stock_logprobs.numel():
-        kl = float((stock_logprobs.exp() * (stock_logprobs - paged_logprobs)).sum(-1).mean())
+    if stock_logits.numel():
+        no_next_ids = inputs["input_ids"][:, :0]  # only the likelihood needs next tokens
+        kl = compute_scores(stock_logits, paged_logits, no_next_ids).kl.mean().item()
     return [stock_run, paged_run], kl
 
 
@@ -134,7 +133,7 @@ def run_cache(
     make_cache: Callable[[], Any],
     scales: object = None,
 ) -> tuple[Run, torch.Tensor]:
-    """Generate with a new cache. Also return log probabilities after the last prompt tokens.
+    """Generate with a new cache. Also return the logits of the last prompt tokens.
 
     `scales` is the option of an FP8 cache, only for its title.
     """
@@ -144,7 +143,7 @@ def run_cache(
     )
     # Kernels are compiled at their first use, so run the model and two tokens before timing.
     ids = inputs["input_ids"]
-    logprobs = _score_prompt(model, ids, make_cache())
+    logits = _score_prompt(model, ids, make_cache())
     model.generate(
         ids[:, :1], **{CACHE: make_cache()}, max_new_tokens=2, min_new_tokens=2, do_sample=False
     )
@@ -187,19 +186,17 @@ def run_cache(
         bytes_per_token=bytes_per_token,
         tokens_that_fit=int(memory_bytes / bytes_per_token),
     )
-    return run, logprobs
+    return run, logits
 
 
 def _score_prompt(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Return log probabilities after the last prompt tokens, read in a second call."""
+    """Return the logits of the last prompt tokens, which a second call reads."""
     num_scored = min(_SCORED_TOKENS, ids.shape[1] - 1)
     read_ids, scored_ids = ids.tensor_split([ids.shape[1] - num_scored], dim=1)
-    with torch.no_grad():
-        model(read_ids, **with_cache(model, cache))
-        if not num_scored:
-            return torch.empty(0)
-        logits: torch.Tensor = model(scored_ids, **with_cache(model, cache)).logits
-    return logits.float().log_softmax(-1)
+    compute_logits(model, read_ids, cache, scored=False)
+    if not num_scored:
+        return torch.empty(0)
+    return compute_logits(model, scored_ids, cache, scored=True)
 
 
 def compare_tokens(stock_run: Run, paged_run: Run) -> dict[str, int | None]:

@@ -71,7 +71,7 @@ _FALLBACK = SidePlan(DEFAULT_DTYPE)
 # Formats of K and V of six bits per value.
 _NARROW_FORMATS = (("int6", "int6"), ("int8", "int4"))
 # The plan with which six bits are compared.
-_E4M3 = LayerPlan(SidePlan(STATIC_DTYPE), SidePlan(STATIC_DTYPE))
+E4M3_PLAN = LayerPlan(SidePlan(STATIC_DTYPE), SidePlan(STATIC_DTYPE))
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 # Maximum share of bytes that layers in the model's dtype add to a cache, unless the caller sets it.
 _MAX_EXTRA_BYTES = 0.04
@@ -558,7 +558,7 @@ def _choose_narrow_plan(
         LayerPlan(replace(k_plan, format=k_format, rotated=True), SidePlan(v_format, rotated=True))
         for k_format, v_format in _NARROW_FORMATS
     ]
-    candidates = [*plans, _E4M3]
+    candidates = [*plans, E4M3_PLAN]
     k_plans = [plan.k for plan in candidates]
     k_costs = _compute_costs("k", all_states, center, k_plans, searched=True, of_output=True)
     v_costs = _compute_costs("v", all_states, None, [plan.v for plan in candidates])
@@ -568,7 +568,7 @@ def _choose_narrow_plan(
         [queries.compute_cost("v", v.float()) for _, v, queries in all_states if queries]
     )
     relative_costs = costs[best_index] / output_squares.sum(0).cpu().clamp(_EPSILON)
-    e4m3_ratio = costs[best_index].sum(0, keepdim=True) / costs[candidates.index(_E4M3)].sum(0)
+    e4m3_ratio = costs[best_index].sum(0, keepdim=True) / costs[candidates.index(E4M3_PLAN)].sum(0)
     return plans[best_index], torch.cat([relative_costs, e4m3_ratio])
 
 
@@ -586,7 +586,7 @@ def _record_losses(
     """
     plan = protect_layers(model, plan, window, {}, 0.0)  # only measures the KL
     e4m3_layers = {
-        index: replace(layer, plan=_E4M3, k_center=None) for index, layer in plan.layers.items()
+        index: replace(layer, plan=E4M3_PLAN, k_center=None) for index, layer in plan.layers.items()
     }
     e4m3_plan = protect_layers(model, replace(plan, layers=e4m3_layers), window, {}, 0.0)
     kl = plan.protection.kl if plan.protection else 0.0

@@ -9,9 +9,9 @@ with the position, so a sample of the texts is also read at far positions.
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from ..utils.arguments import check_count
 from ..utils.digests import digest_decoder
 from ..utils.text import format_list, format_value
 from .observe import center_and_rotate, find_paged_layers, make_nonfinite_error, observe
-from .plan_choice import read_states, sample_windows
+from .plan_choice import E4M3_PLAN, read_states, sample_windows
 from .queries import LayerStates
 from .texts import read_model_windows
 
@@ -45,17 +45,6 @@ _MAX_MARGIN = 16.0
 _AXES: dict[Granularity, tuple[int, ...]] = {"tensor": (0, 1), "head": (1,), "channel": ()}
 # The largest magnitudes of K and V of a layer, each `[Hkv, D]`, float32, on the CPU.
 _LayerAmax = tuple[Tensor, Tensor]
-
-
-class _Storage(NamedTuple):
-    """The storage of a layer: its plan, or None for any format, and the center of its K or None."""
-
-    plan: LayerPlan | None
-    center: Tensor | None  # [Hkv, Dk], float32
-
-    def rotates(self, side: str) -> bool:
-        """Return whether K or V, by its `side` "k" or "v", is stored rotated."""
-        return self.plan is not None and bool(getattr(self.plan, side).rotated)
 
 
 @without_replacement_note
@@ -114,7 +103,7 @@ def calibrate(
     layer_indices = find_paged_layers(model)
     _check_options(granularity, center, margin)
     check_count("batch_size", batch_size)
-    storages = _parse_storages(model, layer_indices, plan, center=center)
+    layer_plans, centers = _parse_plan(model, plan, center=center)
     windows = read_model_windows(
         model,
         texts,
@@ -136,11 +125,16 @@ def calibrate(
         )
         is_latent = caches_latents(model.config.get_text_config(decoder=True))
         may_center = center and plan is None and may_transform_k and not is_latent
-        storages = _add_centers(storages, states_by_layer, may_center=may_center)
+        for index, layer_states in states_by_layer.items():
+            needs_center = layer_plans[index].k.centered if layer_plans else may_center
+            if needs_center and index not in centers and layer_states:
+                centers[index] = torch.cat([k.float() for k, *_ in layer_states]).mean(0).cpu()
+        # Without a plan, K and V may have any format, and are not rotated.
+        used_plans = layer_plans or dict.fromkeys(layer_indices, E4M3_PLAN)
         layer_amax: dict[int, _LayerAmax] = {}
 
         def observe_layer(index: int, k: Tensor, v: Tensor) -> None:
-            amax = _compute_amax(index, k, v, storages[index])
+            amax = _compute_amax(index, k, v, used_plans[index], centers.get(index))
             if (old_amax := layer_amax.get(index)) is not None:
                 amax = torch.maximum(old_amax[0], amax[0]), torch.maximum(old_amax[1], amax[1])
             layer_amax[index] = amax
@@ -170,18 +164,20 @@ def calibrate(
     mixed_granularity: Granularity = "head" if granularity == "channel" else granularity
     layer_scales = {}
     for index, (k_amax, v_amax) in sorted(layer_amax.items()):
-        storage = storages[index]
-        has_mixed_k = storage.rotates("k") or not may_transform_k
+        k_plan, v_plan = used_plans[index]
+        has_mixed_k = k_plan.rotated or not may_transform_k
         k_scale = compute_scale(k_amax * margin, mixed_granularity if has_mixed_k else granularity)
         v_scale = compute_scale(
-            v_amax * margin, mixed_granularity if storage.rotates("v") else granularity
+            v_amax * margin, mixed_granularity if v_plan.rotated else granularity
         )
         layer_states = states_by_layer[index]
         has_queries = all(queries is not None for *_, queries in layer_states)
-        if granularity == "head" and storage.center is None and has_queries:
-            k_scale = search_head_scales("k", k_scale, layer_states, storage.plan)
-            v_scale = search_head_scales("v", v_scale, layer_states, storage.plan)
-        layer_scales[index] = LayerScales(k_scale, v_scale, storage.center, source, storage.plan)
+        if granularity == "head" and index not in centers and has_queries:
+            k_scale = search_head_scales("k", k_scale, layer_states, k_plan)
+            v_scale = search_head_scales("v", v_scale, layer_states, v_plan)
+        layer_scales[index] = LayerScales(
+            k_scale, v_scale, centers.get(index), source, layer_plans.get(index)
+        )
     return KVScales(
         layer_scales,
         model_type=model.config.model_type,
@@ -205,13 +201,12 @@ def compute_scale(amax: Tensor, granularity: Granularity) -> Tensor:
 
 
 def search_head_scales(
-    side: str, min_scale: Tensor, layer_states: Sequence[LayerStates], layer_plan: LayerPlan | None
+    side: str, min_scale: Tensor, layer_states: Sequence[LayerStates], plan: SidePlan
 ) -> Tensor:
     """Return the scale of each head of K or V that costs least, `[Hkv, 1]`, in the unit of E4M3.
 
     The scales of the octave from `min_scale` on are tried. `layer_states` have queries.
     """
-    plan = SidePlan(STATIC_DTYPE) if layer_plan is None else getattr(layer_plan, side)
     if plan.is_auto:
         return min_scale
     fmt = FORMATS[plan.format]
@@ -246,46 +241,31 @@ def _check_options(granularity: object, center: object, margin: object) -> None:
         )
 
 
-def _parse_storages(
-    model: PreTrainedModel, layer_indices: frozenset[int], plan: Any, *, center: bool
-) -> dict[int, _Storage]:
-    """Return the plan of each layer with its center, if the plan has it."""
+def _parse_plan(
+    model: PreTrainedModel, plan: Any, *, center: bool
+) -> tuple[dict[int, LayerPlan], dict[int, Tensor]]:
+    """Return the plans of all layers, or {} without a plan, and the centers that the plan has."""
     parsed_plan = parse_plan(plan)
+    centers: dict[int, Tensor] = {}
     if parsed_plan is None:
-        return dict.fromkeys(layer_indices, _Storage(None, None))
-    centers: dict[int, Tensor | None] = {}
+        return {}, centers
     if isinstance(parsed_plan, StoragePlan):
-        centers = {index: layer.k_center for index, layer in parsed_plan.layers.items()}
+        centers = {
+            index: layer.k_center
+            for index, layer in parsed_plan.layers.items()
+            if layer.k_center is not None
+        }
         parsed_plan = parsed_plan.plan or {}
     options = CacheOptions(plan=parsed_plan, scales=None)
     layer_plans = FP8PagedCache.from_options(model.config, options, ()).plan
     if not center and any(layer_plan.k.centered for layer_plan in layer_plans.values()):
         raise ConfigError("center: expected True for a plan with centers, got False. Omit center")
-    return {
-        index: _Storage(layer_plan, centers.get(index)) for index, layer_plan in layer_plans.items()
-    }
+    return layer_plans, centers
 
 
-def _add_centers(
-    storages: Mapping[int, _Storage],
-    states_by_layer: Mapping[int, Sequence[LayerStates]],
-    *,
-    may_center: bool,
-) -> dict[int, _Storage]:
-    """Return the storages with the mean of K over all calls, where a center is missing.
-
-    `may_center` is whether layers without a plan get a center.
-    """
-    new_storages = dict(storages)
-    for index, (layer_plan, center) in storages.items():
-        needs_center = may_center if layer_plan is None else layer_plan.k.centered
-        if needs_center and center is None and states_by_layer[index]:
-            mean = torch.cat([k.float() for k, *_ in states_by_layer[index]]).mean(0)
-            new_storages[index] = _Storage(layer_plan, mean.cpu())
-    return new_storages
-
-
-def _compute_amax(index: int, k: Tensor, v: Tensor, storage: _Storage) -> _LayerAmax:
+def _compute_amax(
+    index: int, k: Tensor, v: Tensor, plan: LayerPlan, center: Tensor | None
+) -> _LayerAmax:
     """Return the largest magnitudes of the values that a layer scales.
 
     Raises:
@@ -296,8 +276,8 @@ def _compute_amax(index: int, k: Tensor, v: Tensor, storage: _Storage) -> _Layer
             f"layer {index}: expected keys and values, got latents without a RoPE part, so there "
             "is no V. Use dynamic scales (scales=None), which work for every layer"
         )
-    k_amax = center_and_rotate(k, storage.center, rotated=storage.rotates("k")).abs().amax(0).cpu()
-    v_amax = center_and_rotate(v, None, rotated=storage.rotates("v")).abs().amax(0).cpu()
+    k_amax = center_and_rotate(k, center, rotated=plan.k.rotated).abs().amax(0).cpu()
+    v_amax = center_and_rotate(v, None, rotated=plan.v.rotated).abs().amax(0).cpu()
     for side, amax in (("K", k_amax), ("V", v_amax)):
         if not torch.isfinite(amax).all():
             raise make_nonfinite_error(index, side)

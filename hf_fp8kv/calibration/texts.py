@@ -86,13 +86,24 @@ def read_windows(
     Raises:
         ConfigError: The type of the texts is not supported, or no text has two tokens.
     """
+    from transformers import PreTrainedTokenizerBase
+
     check_count("max_tokens", max_tokens, _MIN_TOKENS)
     check_count("max_length", max_length, _MIN_TOKENS)
-    encoder = _Encoder(tokenizer, text_column, chat_template)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise ConfigError(
+            f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}. "
+            "Pass AutoTokenizer.from_pretrained(...), or the `tokenizer` of a processor"
+        )
+    if chat_template not in (None, True, False):
+        raise ConfigError(
+            f"chat_template: expected None, True or False, got {chat_template}. Set the text "
+            "of a template as tokenizer.chat_template"
+        )
     windows: list[torch.Tensor] = []
     num_tokens_left = max_tokens
     for label, item in _iterate_items(texts, max_tokens * _CHARACTERS_PER_TOKEN):
-        ids = encoder.encode(label, item)
+        ids = _encode(label, item, tokenizer, text_column, chat_template)
         if ids is None:
             continue
         # A view would keep the complete text in memory.
@@ -115,104 +126,88 @@ def read_windows(
     )
 
 
-class _Encoder:
-    """Converts items to token ids, with the options of `read_windows`."""
+def _encode(
+    label: str, item: Any, tokenizer: Any, text_column: str, chat_template: bool | None
+) -> torch.Tensor | None:
+    """Return the token ids of an item, int32 `[N]` on the CPU, or None for a blank item."""
+    if isinstance(item, Mapping):
+        columns = ("text", "messages") if text_column == "text" else (text_column,)
+        column = next((name for name in columns if name in item), None)
+        if column is None:
+            raise ConfigError(
+                f"{label}: expected a column {' or '.join(map(repr, columns))}, got the "
+                f"columns {format_list(map(repr, item), 20)}. Name the column with "
+                "text_column, and pass a conversation as a list"
+            )
+        label = f"{label}, column {column!r}"
+        item = item[column]
+    is_blank = isinstance(item, str) and not item.strip()
+    if is_blank or (isinstance(item, list | tuple) and not item):
+        return None
+    if isinstance(item, str) and chat_template:
+        item = [{"role": "user", "content": item}]
+    is_chat = isinstance(item, list | tuple) and isinstance(item[0], Mapping)
+    if not is_chat and not isinstance(item, str):
+        return _check_ids(label, item, tokenizer)
+    if tokenizer is None:
+        raise ConfigError(
+            f"{label}: expected token ids without a tokenizer, got text. Pass "
+            "tokenizer=AutoTokenizer.from_pretrained(...)"
+        )
+    if is_chat and chat_template is False:
+        raise ConfigError(
+            f"{label}: expected a text with chat_template=False, got a list of messages. Omit "
+            "chat_template, or pass texts"
+        )
+    # A chat template contains the special tokens.
+    text = _render_chat(label, item, tokenizer) if is_chat else item
+    try:
+        # Not verbose: a text may be longer than the model's context.
+        encoding = tokenizer(text, add_special_tokens=not is_chat, verbose=False)
+    except (TypeError, UnicodeError) as error:
+        raise ConfigError(
+            f"{label}: expected text that UTF-8 can encode, got {ascii(text)[:120]}. Replace "
+            "its characters: text.encode('utf-8', 'replace').decode()"
+        ) from error
+    return torch.tensor(encoding["input_ids"], dtype=torch.int32, device="cpu")
 
-    def __init__(self, tokenizer: Any, text_column: str, chat_template: bool | None) -> None:
-        from transformers import PreTrainedTokenizerBase
 
-        if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+def _render_chat(label: str, messages: Sequence[Any], tokenizer: Any) -> str:
+    for message in messages:
+        # Templates ignore messages with other keys.
+        if not (isinstance(message, Mapping) and message.keys() >= {"role", "content"}):
             raise ConfigError(
-                f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}. "
-                "Pass AutoTokenizer.from_pretrained(...), or the `tokenizer` of a processor"
+                f"{label}: expected messages with the keys 'role' and 'content', got "
+                f"{format_value(message)}. Rename its keys, or pass each text as one item"
             )
-        if chat_template not in (None, True, False):
-            raise ConfigError(
-                f"chat_template: expected None, True or False, got {chat_template}. Set the text "
-                "of a template as tokenizer.chat_template"
-            )
-        self._tokenizer: Any = tokenizer
-        self._text_column = text_column
-        self._chat_template = chat_template
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+    except (TemplateError, TypeError, ValueError, LookupError) as error:
+        raise ConfigError(
+            f"{label}: expected a conversation that fits the tokenizer's chat template, got "
+            f"{type(error).__name__}: {error}. Change or leave out the messages, or set "
+            "tokenizer.chat_template"
+        ) from error
 
-    def encode(self, label: str, item: Any) -> torch.Tensor | None:
-        """Return the token ids of an item, int32 `[N]` on the CPU, or None for a blank item."""
-        if isinstance(item, Mapping):
-            columns = ("text", "messages") if self._text_column == "text" else (self._text_column,)
-            column = next((name for name in columns if name in item), None)
-            if column is None:
-                raise ConfigError(
-                    f"{label}: expected a column {' or '.join(map(repr, columns))}, got the "
-                    f"columns {format_list(map(repr, item), 20)}. Name the column with "
-                    "text_column, and pass a conversation as a list"
-                )
-            label = f"{label}, column {column!r}"
-            item = item[column]
-        is_blank = isinstance(item, str) and not item.strip()
-        if is_blank or (isinstance(item, list | tuple) and not item):
-            return None
-        if isinstance(item, str) and self._chat_template:
-            item = [{"role": "user", "content": item}]
-        is_chat = isinstance(item, list | tuple) and isinstance(item[0], Mapping)
-        if not is_chat and not isinstance(item, str):
-            return self._check_ids(label, item)
-        if self._tokenizer is None:
-            raise ConfigError(
-                f"{label}: expected token ids without a tokenizer, got text. Pass "
-                "tokenizer=AutoTokenizer.from_pretrained(...)"
-            )
-        # A chat template contains the special tokens.
-        text = self._render_chat(label, item) if is_chat else item
-        try:
-            # Not verbose: a text may be longer than the model's context.
-            encoding = self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)
-        except (TypeError, UnicodeError) as error:
-            raise ConfigError(
-                f"{label}: expected text that UTF-8 can encode, got {ascii(text)[:120]}. Replace "
-                "its characters: text.encode('utf-8', 'replace').decode()"
-            ) from error
-        return torch.tensor(encoding["input_ids"], dtype=torch.int32, device="cpu")
 
-    def _render_chat(self, label: str, messages: Sequence[Any]) -> str:
-        if self._chat_template is False:
-            raise ConfigError(
-                f"{label}: expected a text with chat_template=False, got a list of messages. Omit "
-                "chat_template, or pass texts"
-            )
-        for message in messages:
-            # Templates ignore messages with other keys.
-            if not (isinstance(message, Mapping) and message.keys() >= {"role", "content"}):
-                raise ConfigError(
-                    f"{label}: expected messages with the keys 'role' and 'content', got "
-                    f"{format_value(message)}. Rename its keys, or pass each text as one item"
-                )
-        try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False))
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            raise ConfigError(
-                f"{label}: expected a conversation that fits the tokenizer's chat template, got "
-                f"{type(error).__name__}: {error}. Change or leave out the messages, or set "
-                "tokenizer.chat_template"
-            ) from error
-
-    def _check_ids(self, label: str, item: Any) -> torch.Tensor:
-        try:
-            ids = np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
-        except (TypeError, ValueError):  # lists of different lengths, or bfloat16
-            ids = np.empty(0)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ConfigError(
-                f"{label}: expected a text, a list of messages, or token ids as integers [N], got "
-                f"{format_value(item)}. Pass the text, or the ids, of each text as one item, and "
-                "leave out other items"
-            )
-        limit = 2**31 if self._tokenizer is None else len(self._tokenizer)
-        if invalid_ids := ids[(ids < 0) | (ids >= limit)].tolist():
-            raise ConfigError(
-                f"{label}: expected token ids from 0 to {limit - 1}, got {invalid_ids[0]}. "
-                "Tokenize with the model's tokenizer"
-            )
-        return torch.tensor(ids.tolist(), dtype=torch.int32, device="cpu")
+def _check_ids(label: str, item: Any, tokenizer: Any) -> torch.Tensor:
+    try:
+        ids = np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
+    except (TypeError, ValueError):  # lists of different lengths, or bfloat16
+        ids = np.empty(0)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{label}: expected a text, a list of messages, or token ids as integers [N], got "
+            f"{format_value(item)}. Pass the text, or the ids, of each text as one item, and "
+            "leave out other items"
+        )
+    limit = 2**31 if tokenizer is None else len(tokenizer)
+    if invalid_ids := ids[(ids < 0) | (ids >= limit)].tolist():
+        raise ConfigError(
+            f"{label}: expected token ids from 0 to {limit - 1}, got {invalid_ids[0]}. "
+            "Tokenize with the model's tokenizer"
+        )
+    return torch.tensor(ids.tolist(), dtype=torch.int32, device="cpu")
 
 
 def _iterate_items(texts: Any, max_characters: int) -> Iterator[tuple[str, Any]]:

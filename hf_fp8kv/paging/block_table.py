@@ -157,10 +157,7 @@ class BlockTable:
         """Free the pages that only have tokens from `length` on."""
         num_kept = max(self._count_pages(length), self.first_page)
         if num_kept < self.num_columns:
-            freed_pages = self.rows[:, num_kept:]
-            self._mark_changed()
-            self.rows = self.rows[:, :num_kept]
-            self.allocator.free(freed_pages)
+            self.replace_rows(self.rows[:, :num_kept], self.first_page)
 
     def count_freed_before(self, token: int) -> int:
         """Return the number of pages that `free_before` would free."""
@@ -210,9 +207,7 @@ class BlockTable:
     def fork(self) -> "BlockTable":
         """Return a table that shares all pages of this table."""
         fork = BlockTable(self.allocator)
-        self.allocator.share(self.get_used_rows())
-        fork.rows = self.rows.copy()
-        fork.first_page = self.first_page
+        fork.replace_rows(self.rows.copy(), self.first_page)
         return fork
 
     def clear(self) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..utils.files import SAFE_OPEN_FLAGS, read_regular_file, write_atomically
+from ..utils.files import SAFE_OPEN_FLAGS, write_atomically
 
 _LOCK_NAME = ".prefix_store.lock"
 _NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -61,10 +61,6 @@ class PrefixFolder:
             if not stat.S_ISDIR(status.st_mode):
                 return StoredFile(status.st_mtime_ns, status.st_size, name)
         return None
-
-    def read(self, name: str) -> bytes:
-        """Return the contents of a regular file. Raise ValueError or OSError (ELOOP for a link)."""
-        return read_regular_file(self.path / name, self._max_bytes)
 
     def touch(self, name: str, last_use_ns: int) -> None:
         """Set a file's last use, in ns since 1970, if the file exists and belongs to this user."""

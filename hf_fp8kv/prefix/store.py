@@ -28,6 +28,7 @@ import torch
 
 from ..errors import ConfigError
 from ..utils.arguments import check_count
+from ..utils.files import read_regular_file
 from ..utils.warn_once import warn_once
 from .file import StoredPage, parse_page, serialize_page
 from .folder import PrefixFolder
@@ -201,7 +202,7 @@ class PrefixStore:
             raise FileNotFoundError(key)
         if (page := self._queue.get(key)) is not None:
             return page
-        contents = self._folder.read(self._get_path(key).name)
+        contents = read_regular_file(self._get_path(key), self.max_bytes)
         self.add_counts(bytes_read=len(contents))
         return parse_page(key, contents)
 

@@ -1,6 +1,5 @@
 """Attention of vLLM's layers over pages in vLLM's pool, shared by all platforms."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -55,28 +54,6 @@ def _refuse_features(dtype_name: str, *features: tuple[str, bool]) -> None:
                 f"--kv-cache-dtype {dtype_name}: expected attention that FP8 pages support, got "
                 f"{feature}. Serve this model with --kv-cache-dtype auto"
             )
-
-
-def bind_layers(
-    layers: Mapping[str, Any], vllm_config: Any, block_size: int, device: torch.device
-) -> None:
-    """Set the storage of each attention layer. This runs before vLLM serves.
-
-    Args:
-        layers: vLLM's `Attention` modules by name.
-        vllm_config: The VllmConfig of the engine.
-        block_size: Tokens per block.
-        device: Device of the pool.
-
-    Raises:
-        ScaleError, ConfigError: The scales or the plan lack a layer, or do not fit it.
-    """
-    check_supported_page_size(block_size, "--block-size", "Use --block-size 64")
-    dtype = vllm_config.model_config.dtype
-    for name, layer in layers.items():
-        # A layer that reads the pages of another layer has the same storage.
-        owner = layer.kv_sharing_target_layer_name or name
-        layer.impl.bind(extract_layer_index(owner), dtype, torch.device(device))
 
 
 # vLLM's specs for pages in which each token has a slot.
@@ -238,7 +215,12 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self._dtype_name = next(iter(layers.values())).kv_cache_dtype
         refuse_spec(self._dtype_name, kv_cache_spec)
-        bind_layers(layers, vllm_config, kv_cache_spec.block_size, device)
+        check_supported_page_size(kv_cache_spec.block_size, "--block-size", "Use --block-size 64")
+        dtype = vllm_config.model_config.dtype
+        for name, layer in layers.items():
+            # A layer that reads the pages of another layer has the same storage.
+            owner = layer.kv_sharing_target_layer_name or name
+            layer.impl.bind(extract_layer_index(owner), dtype, torch.device(device))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -246,8 +228,9 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         """Return the metadata of a step, which makes its operations."""
         metadata = common_attn_metadata
         block_size = self.kv_cache_spec.block_size
-        if metadata.causal is not True:
-            _refuse_features(self._dtype_name, ("attention that is not causal", True))
+        _refuse_features(
+            self._dtype_name, ("attention that is not causal", metadata.causal is not True)
+        )
         num_requests = metadata.num_reqs
         lengths = metadata.seq_lens[:num_requests].to(torch.int32)
         table = metadata.block_table_tensor[:num_requests]

@@ -25,7 +25,6 @@ from ..serving.layout import EngineLayout
 from .dtypes import DTYPES
 
 _KEY = "hf_fp8kv"
-_DEFAULT_OPTIONS: dict[str, Any] = {"scales": None, "plan": None, "backend": "auto"}
 # The types of each option, and the rule in error messages.
 _OPTION_TYPES: dict[str, tuple[Any, str]] = {
     "scales": (str | float | int | None, "a path, a repository id or a number"),
@@ -107,20 +106,22 @@ def read_options(
     passed_options = (
         additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
     )
-    if not isinstance(passed_options, Mapping) or passed_options.keys() - _DEFAULT_OPTIONS.keys():
+    if not isinstance(passed_options, Mapping) or passed_options.keys() - _OPTION_TYPES.keys():
         raise ConfigError(
-            f"--additional-config {_KEY}: expected a dict of {', '.join(_DEFAULT_OPTIONS)}, got "
+            f"--additional-config {_KEY}: expected a dict of {', '.join(_OPTION_TYPES)}, got "
             f"{passed_options!r}. Omit other entries"
         )
-    options = _DEFAULT_OPTIONS | dict(passed_options)
-    for name, (types, rule) in _OPTION_TYPES.items():
-        if not isinstance(options[name], types):
+    for name, option in passed_options.items():
+        types, rule = _OPTION_TYPES[name]
+        if not isinstance(option, types):
             raise ConfigError(
-                f"--additional-config {_KEY}: {name}: expected {rule}, got {options[name]!r}. "
+                f"--additional-config {_KEY}: {name}: expected {rule}, got {option!r}. "
                 f"Omit {name}, or pass {rule}"
             )
     tensor_parallel = TensorParallel(tp_rank, tp_size)
-    return _load_options(dtype_name, checkpoint, tensor_parallel, revision, engine, **options)
+    return _load_options(
+        dtype_name, checkpoint, tensor_parallel, revision, engine, **passed_options
+    )
 
 
 @functools.lru_cache(maxsize=8, typed=True)
@@ -131,9 +132,9 @@ def _load_options(
     revision: str | None,
     engine: str,
     *,
-    scales: str | float | None,
-    plan: str | None,
-    backend: str,
+    scales: str | float | None = None,
+    plan: str | None = None,
+    backend: str = "auto",
 ) -> CacheOptions:
     """Return the options, which are cached for each `engine`."""
     cache_dtype = DTYPES[dtype_name]

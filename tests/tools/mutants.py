@@ -390,7 +390,7 @@ MUTANTS = (
     ),
     Mutant(
         "calibration: scales ignore the center", "calibration/static_scales.py",
-        "center_and_rotate(k, storage.center, rotated",
+        "center_and_rotate(k, center, rotated",
         "center_and_rotate(k, None, rotated",
         "tests/calibration/test_calibrate.py",
     ),
