@@ -166,7 +166,7 @@ def enable(
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
-    cache = _make_paged_cache(base.config, cache_keywords)  # raises if a keyword is invalid
+    cache = FP8PagedCache(base.config, **cache_keywords)  # raises if a keyword is invalid
     roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
     if not is_default:  # a chosen plan is for these weights, and the check reads all of them
         warn_if_stale(base, cache.options.scales)
@@ -432,10 +432,6 @@ def _uses_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) ->
 
 
 @without_replacement_note
-def _make_paged_cache(config: Any, keywords: dict[str, Any]) -> FP8PagedCache:
-    return FP8PagedCache(config, **keywords)
-
-
 def _make_generate_cache(
     model: PreTrainedModel, keywords: dict[str, Any], num_layers: int | None = None
 ) -> Any:
@@ -447,16 +443,16 @@ def _make_generate_cache(
     if num_layers and not config.is_encoder_decoder and config.num_hidden_layers < num_layers:
         whole_config = copy.copy(config)
         whole_config.num_hidden_layers = num_layers
-        cache = _make_paged_cache(whole_config, keywords)
+        cache = FP8PagedCache(whole_config, **keywords)
         first_layers = range(len(DynamicCache(config=config).layers))
         plans = {index: plan for index, plan in cache.plan.items() if index in first_layers}
         stock_layers = [index for index in find_stock_layers(cache) if index in first_layers]
         return FP8PagedCache.from_options(config, replace(cache.options, plan=plans), stock_layers)
-    cache = _make_paged_cache(config, keywords)
+    cache = FP8PagedCache(config, **keywords)
     if not config.is_encoder_decoder:
         return cache
     # The cross-attention cache is growing, because the length of the encoder's output is only known
     # at the first call. Scales, centers and skipped layers belong to the decoder's self-attention.
     plan = DEFAULT_DTYPE if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
     keywords = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
-    return EncoderDecoderCache(cache, _make_paged_cache(config, keywords))
+    return EncoderDecoderCache(cache, FP8PagedCache(config, **keywords))

@@ -78,29 +78,17 @@ SIZES = {
 }
 
 
-class Parts:
-    """The results of the parts of a card, saved in a file so that a later run can resume.
+def _load_parts(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of a file with the results of parts, from which a later run resumes.
 
-    Args:
-        path: The file. Results for different settings in this file are discarded.
-        settings: Everything that the results depend on.
+    `settings` are everything that results depend on. Results for different settings are discarded.
     """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self._path = path
-        self._content: Any = {"settings": json.loads(json.dumps(settings)), "parts": {}}
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            saved_content = json.loads(path.read_text())
-            if saved_content["settings"] == self._content["settings"]:
-                self._content = saved_content
-
-    def get(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the saved result of a part, or compute and save the result."""
-        parts = self._content["parts"]
-        if name not in parts:
-            parts[name] = json.loads(json.dumps(compute()))
-            write_atomically({self._path: json.dumps(self._content).encode()})
-        return parts[name]
+    contents: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "parts": {}}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        saved_contents = json.loads(path.read_text())
+        if saved_contents["settings"] == contents["settings"]:
+            contents = saved_contents
+    return contents
 
 
 @without_replacement_note
@@ -173,14 +161,16 @@ def measure_card(
         "texts_digest": compute_digest(card.texts),
         "scales_digest": scales and loaded_scales.digest,
     }
-    saved_parts = Parts(parts_path, {**settings, **conditions, **digests})
+    contents = _load_parts(parts_path, {**settings, **conditions, **digests})
     settings["memory_gib"] = memory_gib  # no part depends on it
     computations = card.list_parts()
-    results = card.results
+    results = card.results = contents["parts"]
     with paged_attention(model), tqdm(computations, disable=not show_progress, unit="part") as bar:
         for part, compute in computations.items():
             bar.set_description(part)
-            results[part] = saved_parts.get(part, compute)
+            if part not in results:
+                results[part] = json.loads(json.dumps(compute()))
+                write_atomically({parts_path: json.dumps(contents).encode()})
             bar.update()
     entries = {cache: card.describe_cache(cache) for cache in contenders}
     for entry in entries.values():

@@ -97,8 +97,6 @@ class PromptMedia:
             if _list_placeholder_ids(model_config, _MODALITIES)
             else bool(self._token_types)
         )
-        is_bidirectional = model_config.model_type in _BIDIRECTIONAL_PROMPTS
-        self.is_comparable = not is_bidirectional and not has_typed_text
         self._passed_arguments = {
             name: argument
             for name, argument in arguments.items()
@@ -120,20 +118,22 @@ class PromptMedia:
             if not _is_empty(argument)
         }
         self._starts: list[int] = []  # first column of each image
-        if inputs and self.placeholders.any():
+        has_images = bool(inputs) and bool(self.placeholders.any())
+        if has_images:
             self.image_digests = self._digest_images(ids, inputs)
+        text_config = model_config.get_text_config(decoder=True)
+        obstacles = (
+            has_typed_text,
+            model_config.model_type in _BIDIRECTIONAL_PROMPTS,
+            has_images and model_config.model_type in _JOINT_IMAGES,
             # With cross-attention, the text before an image depends on whether images follow.
-            has_cross_attention = has_cross_layers(model_config.get_text_config(decoder=True))
-            if has_cross_attention or model_config.model_type in _JOINT_IMAGES:
-                self.is_comparable = False
-        elif inputs:
-            self.is_comparable = False
-        # Embeddings replace the ids of all tokens. A chunk may divide an image whose tokens attend
-        # to each other.
-        if "inputs_embeds" in inputs or (
-            inputs and generation_config.prefill_chunk_size and self._token_types
-        ):
-            self.is_comparable = False
+            has_images and has_cross_layers(text_config),
+            inputs and not has_images,
+            "inputs_embeds" in inputs,  # embeddings replace the ids of all tokens
+            # A chunk may divide an image whose tokens attend to each other.
+            inputs and generation_config.prefill_chunk_size and self._token_types,
+        )
+        self.is_comparable = not any(obstacles)
 
     def _digest_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Find the tokens of each image, and return their digests, `[B, N]`."""

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -108,7 +108,7 @@ class PrefixStore:
                 f"{error}. Choose another path"
             ) from error
         self._folder = PrefixFolder(self.path, max_bytes)
-        self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
+        self._counts = Counter(dict.fromkeys(StoreUsage._fields[2:], 0))
         self._refused_keys: set[str] = set()
         self._reset_writer()
         _STORES.add(self)
@@ -143,8 +143,7 @@ class PrefixStore:
     def add_counts(self, **increments: int) -> None:
         """Add increments to the statistics of `usage`, by name."""
         with self._mutex:
-            for name, increment in increments.items():
-                self._counts[name] += increment
+            self._counts.update(increments)
 
     def lock(self) -> AbstractContextManager[int | None]:
         """Hold the lock of the folder in a `with` block, or yield None if another process writes.
