@@ -16,8 +16,6 @@ from ..modeling.model_support import with_cache
 from ..modeling.tensor_parallel import tensor_parallel
 from .divergence import make_last_logit_kwargs
 
-# Receives the index of a layer, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
-StatesCallback = Callable[[int, Tensor, Tensor], None]
 # Exceptions that a model's code may raise if it is called in an unexpected way.
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
@@ -62,10 +60,13 @@ def observe(
     model: PreTrainedModel,
     windows: Sequence[Tensor],
     layer_indices: frozenset[int],
-    on_states: StatesCallback,
+    on_states: Callable[[int, Tensor, Tensor], None],
     first_position: int | None = None,
 ) -> None:
     """Run a model in eval mode once, on an empty cache, and call `on_states` for each layer.
+
+    `on_states` receives the index of a layer, and K and V `[N, Hkv, D]`, in the model's dtype, on
+    the layer's device.
 
     Both parts of an encoder-decoder read the windows, right-padded to the longest. Only its
     decoder's self-attention is observed. `first_position` is the position of the first tokens, for

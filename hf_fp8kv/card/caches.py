@@ -23,7 +23,6 @@ _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide 
 # Number of tokens of a cache whose bytes are counted, a multiple of every page size.
 _CACHE_TOKENS = 1024
 States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [B, Hkv, N, D]
-Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # rounds K and V
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,9 @@ class RoundedCache(DynamicCache):
 
     prefill = "exact"  # as in `FP8PagedCache`
 
-    def __init__(self, config: PreTrainedConfig, rounding: Rounding) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, rounding: Callable[[torch.Tensor, torch.Tensor], States]
+    ) -> None:
         super().__init__(config=config)
         self._rounding = rounding
 

@@ -23,8 +23,8 @@ import torch
 from ..ops.blocks import upload
 from .page_allocator import NO_PAGE, IntArray, PageAllocator
 
+# `(sources, targets)`: pages to copy before the table lists the targets.
 Copies = tuple[IntArray, IntArray]
-"""`(sources, targets)`: pages to copy before the table lists the targets."""
 _VERSIONS = itertools.count()
 
 

@@ -117,7 +117,15 @@ def read_base(
         old_files = list_files(target)
         _check_target(target, old_files, new_files, overwrite=overwrite)
         if not isinstance(scale_format, TensorFormat):
-            _check_readable(LocalFolder(target), new_files)
+            if KV_FILE not in new_files:  # readers prefer this file to tensors
+                _, old_scales = _find_scale_tensors(LocalFolder(target))
+                if old_scales:
+                    raise ScaleError(
+                        f"{target}: expected a place without scales among its tensors, which are "
+                        f"read before {format_list(sorted(new_files))}, got "
+                        f"{format_list(old_scales)}. Choose a different place, or checkpoint= "
+                        "(--checkpoint) and overwrite=True for a copy"
+                    )
             return None
         # A folder without weights has scales, or is empty.
         overwrite = True
@@ -188,19 +196,6 @@ def _find_scale_tensors(folder: Folder) -> tuple[dict[str, str], list[str]]:
         name for name in tensor_files if any(pattern.fullmatch(name) for pattern in CACHE_PATTERNS)
     ]
     return tensor_files, scale_names
-
-
-def _check_readable(folder: Folder, files: Collection[str]) -> None:
-    """Raise ScaleError if a folder has scales among its tensors, which are read before `files`."""
-    if KV_FILE in files:
-        return  # the new file is read before tensors
-    _, old_scales = _find_scale_tensors(folder)
-    if old_scales:
-        raise ScaleError(
-            f"{folder.origin}: expected a place without scales among its tensors, which are read "
-            f"before {format_list(sorted(files))}, got {format_list(old_scales)}. Choose a "
-            "different place, or checkpoint= (--checkpoint) and overwrite=True for a copy"
-        )
 
 
 def write_files(

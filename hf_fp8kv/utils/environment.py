@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -17,12 +18,12 @@ _MAX_IDLE_LOAD = 0.05
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
-def find_version(package: str) -> str:
-    """Return the version of an installed package, or "not installed"."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def find_version(*packages: str) -> str:
+    """Return the version of the first installed package of several, or "not installed"."""
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return "not installed"
 
 
 def list_versions() -> dict[str, str]:

