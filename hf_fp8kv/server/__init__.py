@@ -5,7 +5,7 @@
                limits    fields      of tokens   per answer     sampling, grammars
     client <── app <──── completions, responses <── text <───── tokens
 
-Importing this package does not import fastapi or uvicorn. `make_application` imports them.
+Importing this package does not import starlette or uvicorn. `make_application` imports them.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from ..serving.fp8_manager import require_enabled
 if TYPE_CHECKING:
     from .app import Application
 
-_REQUIRED_PACKAGES = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
+_REQUIRED_PACKAGES = ("starlette", "uvicorn", "pydantic", "llguidance", "prometheus_client")
 
 
 def make_application(

@@ -2,21 +2,22 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
-import importlib.metadata
 import logging
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from . import schemas
@@ -45,8 +46,8 @@ _PAGE_HEADERS = {
 }
 _OPEN_PATHS = ("/", "/health")  # paths that need no API key
 _CLIENT_LEFT_STATUS = 499  # as in nginx's log
-_LONG_INPUT_LENGTH = 100_000  # bytes of a body, or characters of a prompt
-_NUM_SHORT_JOBS = 8  # number of threads for short prompts, and for responses
+_LONG_BODY_BYTES = 100_000  # a longer body is parsed and tokenized in the pool for long bodies
+_NUM_SHORT_JOBS = 8  # number of threads for shorter bodies, and for responses
 # A body is large if it has more than this fraction of the maximum size. At most this number of
 # requests with large bodies are handled at once, so that other requests always fit into memory.
 _LARGE_FRACTION = 1 / 16
@@ -79,7 +80,7 @@ class Application:
         self._key_digest = None if config.api_key is None else _hash_key(config.api_key.encode())
         self._lock = threading.Lock()
         self._token_texts = TokenTexts(served_model.tokenizer)
-        self._router = self._build_api()
+        self._router = self._build_router()
         self._asgi: Any = self._handle_http
         if config.enable_cors:
             self._asgi = CORSMiddleware(
@@ -107,7 +108,7 @@ class Application:
             # parsing takes many times the memory of a body, and tokenizing takes half a kilobyte
             # per token. The second pool needs no limit, because each accepted request has at most
             # one job there.
-            self._long_pool = JobPool("long inputs", 1, MAX_WAITING_JOBS)
+            self._long_pool = JobPool("long bodies", 1, MAX_WAITING_JOBS)
             self._short_pool = JobPool("short jobs", _NUM_SHORT_JOBS)
             self.is_stopping = False
             self.engine = engine
@@ -242,12 +243,9 @@ class Application:
         A large body takes one of `_MAX_LARGE_BODIES` places until the request ends.
         """
         limit = self.config.max_body_bytes
-        length = request.headers.get("content-length", "0")
         media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if media_type != "application/json":
             raise APIError(415, f"content-type: expected application/json, got {media_type!r:.100}")
-        if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
-            raise _make_size_error(limit)
         seconds = min(self.config.body_seconds, self.config.client_seconds)
         content = bytearray()
         is_large = False
@@ -256,7 +254,9 @@ class Application:
                 async for chunk in request.stream():
                     content += chunk
                     if len(content) > limit:
-                        raise _make_size_error(limit)
+                        raise APIError(
+                            413, f"expected a body of at most {limit} bytes", code="too_large"
+                        )
                     if len(content) > limit * _LARGE_FRACTION and not is_large:
                         await self._admit_large_body(request)
                         is_large = True
@@ -286,54 +286,43 @@ class Application:
         self._choice_maker.check_length(body)
         return body, name
 
-    def _build_api(self) -> FastAPI:
+    def _build_router(self) -> Starlette:
         error_types: tuple[Any, ...] = (APIError, HTTPException, ClientDisconnect, Exception)
-        api = FastAPI(
-            title="hf-fp8kv",
-            version=importlib.metadata.version("hf-fp8kv"),
+        return Starlette(
+            routes=[
+                *(
+                    Route(path, functools.partial(self._generate, body_type), methods=["POST"])
+                    for path, body_type in schemas.BODY_TYPES.items()
+                ),
+                Route("/", self._show_page),
+                Route("/v1/models", self._list_models),
+                Route("/v1/models/{name:path}", self._describe_model),
+                Route("/health", self._show_health),
+                Route("/metrics", self._show_metrics),
+            ],
             exception_handlers=dict.fromkeys(error_types, _make_error_response),
             lifespan=self.lifespan,
-            docs_url=None,
-            redoc_url=None,  # these pages load scripts from other hosts
         )
 
-        def add_route(path: str, handler: Callable[..., Any], *methods: str) -> None:
-            for method in methods:
-                api.add_api_route(
-                    path,
-                    handler,
-                    methods=[method],
-                    name=handler.__name__.strip("_"),
-                    response_model=None,
-                    include_in_schema=method != "HEAD",
-                )
-
-        for path in schemas.BODY_TYPES:
-            add_route(path, self._generate, "POST")
-        add_route("/", self._show_page, "GET", "HEAD")
-        add_route("/v1/models", self._list_models, "GET")
-        add_route("/v1/models/{name:path}", self._describe_model, "GET")
-        add_route("/health", self._show_health, "GET", "HEAD")
-        add_route("/metrics", self._show_metrics, "GET", "HEAD")
-        return api
-
-    async def _show_page(self) -> Response:
+    async def _show_page(self, _request: Request) -> Response:
         return Response(_PAGE, 200, _PAGE_HEADERS, "text/html;charset=utf-8")
 
-    async def _list_models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self.served_model.make_model_entry()]}
+    async def _list_models(self, _request: Request) -> Response:
+        entry = self.served_model.make_model_entry(self.served_model.short_name)
+        return JSONResponse({"object": "list", "data": [entry]})
 
-    async def _describe_model(self, name: str) -> dict[str, Any]:
-        entry = self.served_model.make_model_entry(self.served_model.check_name(name))
+    async def _describe_model(self, request: Request) -> Response:
+        name = self.served_model.check_name(request.path_params["name"])
+        entry = self.served_model.make_model_entry(name)
         engine = self._require_engine()
-        return {**entry, "max_model_len": engine.max_tokens, "kv_cache": engine.pages}
+        return JSONResponse({**entry, "max_model_len": engine.max_tokens, "kv_cache": engine.pages})
 
-    async def _show_metrics(self) -> Response:
+    async def _show_metrics(self, _request: Request) -> Response:
         return Response(
             self.metrics.format_prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
-    async def _show_health(self) -> Any:
+    async def _show_health(self, _request: Request) -> Response:
         try:
             engine = self._require_engine()
         except APIError as error:
@@ -341,13 +330,15 @@ class Application:
             return JSONResponse(
                 {"status": "unhealthy", "reason": reason, **error.to_dict()}, error.status
             )
-        return {
-            "status": "ok",
-            "requests_active": engine.count_active(),
-            "requests_waiting": self.metrics.count_waiting(),
-        }
+        return JSONResponse(
+            {
+                "status": "ok",
+                "requests_active": engine.count_active(),
+                "requests_waiting": self.metrics.count_waiting(),
+            }
+        )
 
-    async def _generate(self, request: Request) -> Response:
+    async def _generate(self, body_type: type[schemas.AnyBody], request: Request) -> Response:
         self._require_capacity()
         content = await self._read_body(request)
         running_request = RunningRequest(self._require_capacity(), self.metrics)
@@ -357,15 +348,10 @@ class Application:
         choices: list[Choice] = []
         watcher = asyncio.create_task(_watch_client(request, choices))
         exit_stack.callback(watcher.cancel)
-        body_type = schemas.BODY_TYPES[_get_path(request.scope)]
-        if len(content) > _LONG_INPUT_LENGTH:
-            body, name = await self._long_pool.run(self._parse_body, body_type, content)
-        else:
-            body, name = self._parse_body(body_type, content)
+        pool = self._long_pool if len(content) > _LONG_BODY_BYTES else self._short_pool
+        body, name = await pool.run(self._parse_body, body_type, content)
         del content  # the request may wait for a long time
         guide = await self._choice_maker.grammars.compile(body)
-        is_long = sum(body.prompt_lengths) > _LONG_INPUT_LENGTH
-        pool = self._long_pool if is_long else self._short_pool
         choices += await pool.run(self._choice_maker.make_choices, body, guide)
         writer: CompletionWriter | ResponseWriter
         if isinstance(body, schemas.ResponseBody):
@@ -430,10 +416,6 @@ async def _make_error_response(request: Request, error: Exception) -> Response:
         logger.error("%s %s", request.method, request.url.path, exc_info=error)
         error = APIError(500, INTERNAL_MESSAGE)
     return error.to_response()
-
-
-def _make_size_error(limit: int) -> APIError:
-    return APIError(413, f"expected a body of at most {limit} bytes", code="too_large")
 
 
 def _get_path(scope: Scope) -> str:

@@ -53,7 +53,7 @@ class ChoiceMaker:
 
     def check_length(self, body: AnyBody) -> None:
         """Raise APIError for a prompt with too many characters to fit. It is not tokenized yet."""
-        length = max(body.prompt_lengths)
+        length = body.max_prompt_length
         max_tokens = self._engine.max_tokens
         token_length = self._served_model.max_token_length
         if length > max_tokens * token_length:
@@ -215,11 +215,11 @@ class RunningRequest:
         # Tuples of a choice and a part of its answer, and exceptions.
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._task = asyncio.current_task()
-        self._has_answers = False
+        self._answer_tasks: list[asyncio.Task[None]] = []
 
     def fail(self, error: APIError) -> None:
         """End all unfinished answers with an error, or cancel the task if no answer runs."""
-        if self._has_answers:
+        if self._answer_tasks:
             self._queue.put_nowait(error)
         elif self._task is not None:
             self._task.cancel()
@@ -237,17 +237,12 @@ class RunningRequest:
         """
         running_limit = asyncio.Semaphore(_MAX_RUNNING_ANSWERS)
         self._metrics.unfinished_answers[self] = 0
-        self._has_answers = True
         per_step = streaming or not all(choice.is_first for choice in choices)
-        started_events: list[asyncio.Event] = []  # one event for each prompt
-        tasks = []
         for choice in choices:
             if choice.is_first:
-                started_events.append(asyncio.Event())
-            tasks.append(
-                asyncio.create_task(
-                    self._answer(choice, running_limit, started_events[-1], per_step)
-                )
+                started = asyncio.Event()  # shared by the answers to a prompt
+            self._answer_tasks.append(
+                asyncio.create_task(self._answer(choice, running_limit, started, per_step))
             )
         num_unfinished = len(choices)
         try:
@@ -264,10 +259,10 @@ class RunningRequest:
                 if len(parts) < len(outcomes):
                     raise outcomes[len(parts)]
         finally:
-            self._has_answers = False
-            for task in tasks:
+            for task in self._answer_tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._answer_tasks, return_exceptions=True)
+            self._answer_tasks.clear()
 
     async def _answer(
         self, choice: Choice, limit: asyncio.Semaphore, started: asyncio.Event, per_step: bool
@@ -287,38 +282,32 @@ class RunningRequest:
             started.set()
 
     async def _generate(self, choice: Choice, started: asyncio.Event, per_step: bool) -> None:
+        """Queue the parts of one answer as they are generated, and set its `finish_reason`."""
         sequence = choice.sequence
+        decoder = choice.decoder
         if choice.prompt_logprobs is not None and choice.is_first:
             num_top_tokens = sequence.num_top_tokens or 0
             choice.prompt_logprobs += await self._engine.score_prompt(
                 sequence.prompt, num_top_tokens
             )
-        if sequence.max_new_tokens > 0:
-            await self._stream_parts(choice, started, per_step)
-        else:
-            choice.finish_reason = "length"
-        self._queue.put_nowait((choice, None))
-
-    async def _stream_parts(self, choice: Choice, started: asyncio.Event, per_step: bool) -> None:
-        """Queue the parts of one answer as they are generated, and set its `finish_reason`."""
-        sequence = choice.sequence
-        decoder = choice.decoder
-        stream = self._engine.stream(sequence, per_step=per_step or bool(decoder.stop_strings))
         last_token: int | None = None
-        async with contextlib.aclosing(stream):
-            async for tokens in stream:
-                started.set()
-                last_token = tokens[-1] if tokens else last_token
-                self._queue_parts(choice, decoder.add_tokens(tokens))
-                if decoder.is_stopped:
-                    break
-        self._metrics.record_end(sequence)
-        self._queue_parts(choice, decoder.finish())
+        if sequence.max_new_tokens > 0:
+            stream = self._engine.stream(sequence, per_step=per_step or bool(decoder.stop_strings))
+            async with contextlib.aclosing(stream):
+                async for tokens in stream:
+                    started.set()
+                    last_token = tokens[-1] if tokens else last_token
+                    self._queue_parts(choice, decoder.add_tokens(tokens))
+                    if decoder.is_stopped:
+                        break
+            self._metrics.record_end(sequence)
+            self._queue_parts(choice, decoder.finish())
         is_guide_complete = sequence.guide is not None and sequence.guide.is_complete
         if decoder.is_stopped or is_guide_complete or last_token in sequence.end_tokens:
             choice.finish_reason = "tool_calls" if decoder.num_calls else "stop"
         else:
             choice.finish_reason = "length"
+        self._queue.put_nowait((choice, None))
 
     def _queue_parts(self, choice: Choice, parts: list[AnswerPart]) -> None:
         for part in parts:

@@ -87,9 +87,9 @@ class ServedModel:
             )
         return name or self.short_name
 
-    def make_model_entry(self, name: str | None = None) -> dict[str, Any]:
-        """Return the model's entry in OpenAI's list of models."""
-        return {"id": name or self.short_name, "object": "model", "created": 0, "owned_by": ""}
+    def make_model_entry(self, name: str) -> dict[str, Any]:
+        """Return the model's entry in OpenAI's list of models, under one of its names."""
+        return {"id": name, "object": "model", "created": 0, "owned_by": ""}
 
     def check_template_fields(self, body: AnyBody) -> None:
         """Raise APIError for tools that the template omits, or arguments that the server sets."""

@@ -53,20 +53,17 @@ class TokenRules:
     def apply(self, logits: torch.Tensor, sequence: "Sequence") -> None:
         """Change one row of logits `[V]`, float32, in place."""
         answer = sequence.answer
-        tensors = sequence.cached_tensors
         if self.logit_bias:
-            if "bias" not in tensors:
-                tensors["bias_tokens"] = _make_index(self.logit_bias, logits)
-                tensors["bias"] = torch.tensor(list(self.logit_bias.values()), device=logits.device)
-            logits[tensors["bias_tokens"]] += tensors["bias"]
+            biases = torch.tensor(list(self.logit_bias.values()), device=logits.device)
+            logits[_make_index(self.logit_bias, logits)] += biases
         if len(answer) < self.min_tokens:
             blocked_tokens = [token for token in sequence.end_tokens if token < len(logits)]
             logits[_make_index(blocked_tokens, logits)] = -math.inf
         if self.repetition_penalty != 1:
-            if "prompt" not in tensors:  # a copy takes milliseconds for a long prompt
-                tensors["prompt"] = _make_index(sequence.prompt, logits)
+            if sequence.prompt_index is None:  # a copy takes milliseconds for a long prompt
+                sequence.prompt_index = _make_index(sequence.prompt, logits)
             # A token that occurs twice is penalized once.
-            tokens = torch.cat([tensors["prompt"], _make_index(set(answer), logits)])
+            tokens = torch.cat([sequence.prompt_index, _make_index(set(answer), logits)])
             old_logits = logits[tokens]
             penalty = self.repetition_penalty
             logits[tokens] = torch.where(old_logits > 0, old_logits / penalty, old_logits * penalty)
@@ -110,7 +107,7 @@ class Sequence:
     submitted_at: float = 0.0  # time of `time.perf_counter`, like the engine's times
     last_token_at: float | None = None
     error: APIError | None = None  # the error that ended the answer
-    cached_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # made by TokenRules
+    prompt_index: torch.Tensor | None = None  # the prompt on the device, made by TokenRules
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sequence":
         return self

@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 MAX_CHOICES = 1024  # maximum number of answers to all prompts of one request
 MAX_REGEX_LENGTH = 8_192  # maximum number of characters of a regular expression
 _MAX_FIELD_VALUES = 16_384  # maximum number of values in all lists and objects of a field
-_MAX_CONFIG_LENGTH = 16_384  # maximum number of characters of a generation_config
 _MAX_ERROR_LENGTH = 60  # maximum number of characters of an invalid value in an error
 _MAX_RULES_LENGTH = 200  # maximum number of characters of the expected values in an error
 
@@ -224,28 +223,21 @@ class Settings(_StrictModel):
     temperature: _Temperature | None = None
     top_p: _PositiveFraction | None = None
     top_k: _Token | None = None
-    min_p: _Fraction | None = None
     max_new_tokens: _Count | None = None
     eos_token_id: _TokenOrMinusOne | _TokensOrMinusOne | None = None
 
     @classmethod
-    def parse(cls, text: Any) -> "Settings":
-        """Return the settings in a string that contains a JSON object. Raise APIError."""
-        name = "generation_config"
-        try:
-            config = from_json(text)
-            if not isinstance(config, dict) or len(text) > _MAX_CONFIG_LENGTH:
-                raise TypeError
-        except (TypeError, ValueError):
-            expected = f"a JSON object in a string of at most {_MAX_CONFIG_LENGTH} characters"
-            raise make_value_error(name, expected, text) from None
+    def parse(cls, config: Any) -> "Settings":
+        """Return the settings in a parsed `generation_config`. Raise APIError or ValueError."""
+        if not isinstance(config, dict):
+            raise ValueError("a string of a JSON object")
         fields = {
             field: value
             for field, value in config.items()
             if field in cls.model_fields
             or not (value is None or value is False or field in cls._UNUSED_FIELDS)
         }
-        return validate(cls, fields, prefix=f"{name}.")
+        return validate(cls, fields, prefix="generation_config.")
 
 
 class _OpenModel(BaseModel):
@@ -433,7 +425,9 @@ class Body(_StrictModel):
     stop_token_ids: Annotated[list[_Token], Field(max_length=128)] = []
     structured_outputs: StructuredOutputs | None = None
     # The choice of tokens.
-    generation_config: Annotated[Settings | None, BeforeValidator(Settings.parse)] = None
+    generation_config: Annotated[
+        Settings | None, BeforeValidator(Settings.parse), BeforeValidator(_parse_json)
+    ] = None
     temperature: _Temperature | None = None
     top_p: _PositiveFraction | None = None
     top_k: _TopK | None = None
@@ -490,12 +484,12 @@ class ToolBody(Body):
             raise make_unsupported_error("parallel_tool_calls", "true with tool_choice auto", False)
         return self
 
-    @cached_property
-    def prompt_lengths(self) -> list[int]:
-        """The number of characters of each prompt."""
+    @property
+    def max_prompt_length(self) -> int:
+        """The number of characters of the longest prompt. Token ids have none."""
         names = {"messages", "input", "instructions", "tools"}
         values = walk_values(self.model_dump(include=names, warnings=False))
-        return [sum(len(value) for value in values if isinstance(value, str))]
+        return sum(len(value) for value in values if isinstance(value, str))
 
     @property
     def forced_tool(self) -> str | None:
@@ -573,9 +567,9 @@ class CompletionBody(Body):
         is_single = isinstance(prompt, str) or type(prompt[0]) is int
         return [prompt] if is_single else prompt
 
-    @cached_property
-    def prompt_lengths(self) -> list[int]:
-        return [len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts]
+    @property
+    def max_prompt_length(self) -> int:
+        return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts)
 
     @property
     def num_top_tokens(self) -> int | None:
@@ -673,13 +667,16 @@ def validate(
             if not _equals_json(value, _NEUTRAL_FIELDS[name]):
                 raise make_unsupported_error(field, json.dumps(_NEUTRAL_FIELDS[name]), value)
         elif name in _REPLACEMENTS:
-            message = f"{field}: not supported by this server. Use {_REPLACEMENTS[name]} instead"
-            raise APIError(400, message, param=field, code=UNSUPPORTED_CODE)
+            advice = f"Use {_REPLACEMENTS[name]} instead"
+            raise make_field_error(
+                field, f"not supported by this server. {advice}", UNSUPPORTED_CODE
+            )
         elif ignores_unknown and name not in _BODY_FIELDS:
             ignored_names.append(name)
         else:
-            message = f"{field:.100}: not a field of this path. Omit it"
-            raise APIError(400, message, param=field, code="unknown_parameter")
+            raise make_field_error(
+                f"{field:.100}", "not a field of this path. Omit it", "unknown_parameter"
+            )
     if ignored_names:
         logger.warning("ignored the unknown fields %.200r of a request", ignored_names)
     try:
