@@ -250,8 +250,7 @@ def _choose_methods(
         methods["_valid_auto_compile_criteria"] = (capturing.choose_forward,)
         methods["get_compiled_call"] = (capturing.get_forward,)
         methods["_optimize_model_for_decode"] = (capturing.decode,)
-        prepare_method = "prepare_inputs_for_generation"
-        methods[prepare_method] = (capturing.prepare_inputs, *methods[prepare_method])
+        methods["prepare_inputs_for_generation"] = (capturing.prepare_inputs, prepare_inputs)
     if _ENGINE_METHOD not in vars(base):  # otherwise, hf_fp8kv.serving.enable was called
         methods[_ENGINE_METHOD] = (_refuse_engine,)
     return methods

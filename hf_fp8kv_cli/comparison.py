@@ -118,8 +118,9 @@ def run_caches(
     paged_run, paged_logits = measure(make_cache, cache_options.get("scales"))
     kl = None
     if stock_logits.numel():
-        no_next_ids = inputs["input_ids"][:, :0]  # only the likelihood needs next tokens
-        kl = compute_scores(stock_logits, paged_logits, no_next_ids).kl.mean().item()
+        # No next tokens are passed, because only the likelihood needs them.
+        scores = compute_scores(stock_logits, paged_logits, inputs["input_ids"][:, :0])
+        kl = scores.kl.mean().item()
     return [stock_run, paged_run], kl
 
 

@@ -35,7 +35,6 @@ from .long_texts import KINDS, read_texts
 from .predictions import EXACT, STORED, record_states, score_text
 
 ALL_KINDS = "all"
-OWN_KIND = "own texts"  # the kind of texts that a user passes
 # Largest mean divergence of each tier.
 TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
 _SAMPLE_TOKENS = 128  # number of tokens whose states fill the caches that are timed
@@ -219,7 +218,7 @@ def _read_all_texts(
             "smaller card (--quick)"
         )
     sections = ids[: len(ids) // length * length].split(length)
-    return {OWN_KIND: [torch.cat([start_ids, section])[None] for section in sections]}
+    return {"own texts": [torch.cat([start_ids, section])[None] for section in sections]}
 
 
 class _Card:

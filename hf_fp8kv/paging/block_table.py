@@ -185,12 +185,9 @@ class BlockTable:
         """Free the pages that only have tokens before `token`."""
         first_kept = min(token // self.page_size, self.num_columns)
         if first_kept > self.first_page:
-            freed_columns = self.rows[:, self.first_page : first_kept]
-            freed_pages = freed_columns.copy()
-            self._mark_changed()
-            self.first_page = first_kept
-            freed_columns[:] = NO_PAGE
-            self.allocator.free(freed_pages)
+            rows = self.rows.copy()
+            rows[:, :first_kept] = NO_PAGE
+            self.replace_rows(rows, first_kept)
 
     def replace_rows(self, rows: IntArray, first_page: int) -> None:
         """Replace the rows. Columns of the new rows from `first_page` on are in use.

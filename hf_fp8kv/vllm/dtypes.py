@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from ..formats import FORMATS
 
-_NAME_PREFIX = "hf_fp8kv"
-
 
 @dataclass(frozen=True)
 class CacheDType:
@@ -34,7 +32,7 @@ def _make_dtypes() -> dict[str, CacheDType]:
             continue  # as precise as E4M3, and only read from checkpoints for AMD's GPUs
         for is_dynamic in (True, False):
             suffix = "" if format_name is None else "_" + format_name.removeprefix("fp8_")
-            name = _NAME_PREFIX + suffix + ("" if is_dynamic else "_static")
+            name = f"hf_fp8kv{suffix}" if is_dynamic else f"hf_fp8kv{suffix}_static"
             dtypes[name] = CacheDType(format_name, is_dynamic)
     return dtypes
 
