@@ -35,10 +35,10 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". Only an issue may raise a budget.
 BUDGETS = {
-    "__init__": 31, "attention": 1352, "cache": 2038, "calibration": 1014, "card": 573, "cli": 699,
-    "enabling": 257, "errors": 23, "formats": 200, "modeling": 479, "ops": 3008, "paging": 1108,
-    "prefix": 1081, "reproducible": 358, "scales": 1629, "server": 2512, "serving": 1202,
-    "utils": 444, "vllm": 533,
+    "__init__": 31, "attention": 1353, "cache": 2048, "calibration": 971, "card": 562, "cli": 696,
+    "enabling": 245, "errors": 23, "formats": 198, "modeling": 479, "ops": 3021, "paging": 1098,
+    "prefix": 1073, "reproducible": 347, "scales": 1618, "server": 2476, "serving": 1202,
+    "utils": 446, "vllm": 519,
 }  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from ..errors import ConfigError
 from ..modeling.forward_state import forward_pass
 from ..modeling.methods import ModelAttribute
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
-from ..ops import AttentionSpec, api
+from ..ops import AttentionSpec
+from ..ops.api import is_observed
 from ..ops.dense_prompts import attend_densely, is_dense_faster, list_sdpa_backends
 from ..utils.tensors import detach_if_needed
 from ..utils.warn_once import warn_once
@@ -266,7 +267,7 @@ def _repeat(
         or recorded.layout != _describe_layout(module, query, key, mask, arguments)
         or value.stop != stop
         or (key.side, value.side) != ("k", "v")
-        or api.is_observed(query)
+        or is_observed(query)
     ):
         return None
     spec = recorded.spec
@@ -292,7 +293,7 @@ def _record(
         return
     if pages.record is None or pages.record.write is None:
         return
-    if api.is_observed(query) or (mask is not None and type(mask) is not CompactMask):
+    if is_observed(query) or (mask is not None and type(mask) is not CompactMask):
         return
     spec = _fit_to_pages(spec, query, key)
     attend = ops.bind(

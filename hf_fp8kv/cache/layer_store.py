@@ -30,12 +30,14 @@ class DecodeRecord:
 
     Attributes:
         layout: Result of `describe_tokens`.
+        version: Version of the block table.
         write: `ops.write` for tokens of this layout and the pages of the record. None until a
             second step reads the same pages, because beams and forks get new pages in each step.
         attention: The recorded call of the attention function on the handles, or None.
     """
 
     layout: tuple[Any, ...] = ()
+    version: int | None = None
     write: Callable[..., None] | None = None
     attention: Any = None
 
@@ -209,17 +211,19 @@ class LayerStore:
         self, pages: Pages, lengths: torch.Tensor, positions: AnyPositions
     ) -> tuple[PagedKV, PagedKV]:
         """Return handles on the keys and values of a call, with `lengths` as in `ops.write`."""
-        num_rows = self._count_query_rows(positions.num_tokens)
+        pool = self.pool
         backend = self.encoding.backend
-        schedule = self.length.get_schedule(
-            positions, lengths.device, self.pool.num_heads, num_rows, backend
-        )
+        if isinstance(positions, Positions):
+            num_rows = self._count_query_rows(positions.num_tokens)
+            schedule = positions.get_schedule(lengths.device, pool.num_heads, num_rows, backend)
+        else:
+            schedule = self.length.schedule
         # Positional arguments take less time than keyword arguments.
         return make_handles(
             pages,
             lengths,
             schedule,
-            (self.pool.k_dtype, self.pool.v_dtype),
+            (pool.k_dtype, pool.v_dtype),
             positions.first_position,
             positions.stop,
             self.group.window or 0,
@@ -237,7 +241,9 @@ class LayerStore:
             pages.record = DecodeRecord()
         elif not (isinstance(self.pool.memory, OffloadedLayer) or api.is_observed(key)):
             write = ops.bind("write", self.encoding.backend, pages, key, value, lengths, None)
-            pages.record = DecodeRecord(describe_tokens(key, value), write)
+            pages.record = DecodeRecord(
+                describe_tokens(key, value), self.group.table.version, write
+            )
 
     def repeat(
         self, key: torch.Tensor, value: torch.Tensor
@@ -247,30 +253,30 @@ class LayerStore:
         Return None if the pages have no record, or the step differs from the recorded step. Raise
         the errors of `LayerGroup.reserve`.
         """
-        length = self.length
-        blocks = self.pool.blocks
-        plan_and_pages = blocks.cached_plan_and_pages
-        if plan_and_pages is None or type(length) is not HostLength:
+        plan_and_pages = self.pool.blocks.cached_plan_and_pages
+        if plan_and_pages is None or type(self.length) is not HostLength:
             return None
         pages = plan_and_pages[1]
-        device = key.device
         record = pages.record
-        if record is None or record.write is None or api.is_observed(key):
+        if record is None or record.write is None:
             return None
-        if record.layout != describe_tokens(key, value):
+        if api.is_observed(key) or record.layout != describe_tokens(key, value):
             return None
-        # The layer may have been emptied, or rows selected. An empty layer returns exact states.
-        if length.is_empty or self.group.table.copy_to_device(device) is not pages.table:
+        group = self.group
+        member = self.length.member
+        start = group.lengths[member]
+        # The layer may have been emptied, or rows selected, or the record is of a fork's pages. An
+        # empty layer returns exact states.
+        if not start or group.table.version != record.version:
             return None
-        backend = self.encoding.backend
-        positions = length.reserve(1, key.shape[0], device, backend, is_allocated=True)
-        table, lengths = positions.locate(device)
-        # The step may have allocated a page, or a fork may have recorded a step on its pages.
-        if table is not pages.table or blocks.cached_plan_and_pages is not plan_and_pages:
+        positions = group.reserve(start, start + 1, key.shape[0])
+        # The step may have allocated a page.
+        if positions.version != record.version:
             return None
+        lengths = positions.get_lengths(key.device)
         record.write(pages, key, value, lengths, None)
         handles = self.make_handles(pages, lengths, positions)
-        length.record(positions)
+        group.lengths[member] = positions.stop
         return handles
 
     def _count_query_rows(self, num_tokens: int) -> int:

@@ -403,11 +403,12 @@ class PagedLayers:
         self._step_layers.append((index, num_tokens))
         if self._last_layers and self._last_layers[-1][0] < index:
             self._refuse_interrupted([])
-        if self.layers and index == self.layers[0].index and self._attention == ATTENTION:
-            forward_pass.first_layer = weakref.ref(self), weakref.ref(keys)
-        if self.layers and index == self.layers[-1].index:
-            for group in self.groups.values():
-                group.finish_step()
+        if self.layers:
+            if index == self.layers[0].index and self._attention == ATTENTION:
+                forward_pass.first_layer = weakref.ref(self), weakref.ref(keys)
+            if index == self.layers[-1].index:
+                for group in self.groups.values():
+                    group.finish_step()
         return self._attention == "flex_attention"
 
     def _begin_step(self) -> None:

@@ -202,7 +202,10 @@ def make_handles(
         backend: One of `ops.BACKENDS`.
     """
     if pages.attributes is None:
-        pages.attributes = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
+        # All names are present, because a dictionary that must grow takes twice as long to copy.
+        # The pages do not refer to themselves, so their memory is freed without a collection.
+        fields = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
+        pages.attributes = {"pages": None, **dict.fromkeys(PagedKV.FIELDS), **fields}
     attributes = {
         **pages.attributes,
         "pages": pages,
@@ -217,10 +220,13 @@ def make_handles(
     }
     device = pages.table.device
     shape = (pages.table.shape[0], pages.num_heads, stop - start)
-    return (
-        PagedKV.wrap(attributes, (*shape, pages.k.head_dim), dtypes[0], device),
-        PagedKV.wrap({**attributes, "side": "v"}, (*shape, pages.v.head_dim), dtypes[1], device),
-    )
+    # This is `PagedKV.wrap` without a call.
+    make = torch.Tensor._make_wrapper_subclass
+    keys = make(PagedKV, (*shape, pages.k.head_dim), dtype=dtypes[0], device=device)
+    keys.__dict__ = attributes
+    values = make(PagedKV, (*shape, pages.v.head_dim), dtype=dtypes[1], device=device)
+    values.__dict__ = {**attributes, "side": "v"}
+    return keys, values
 
 
 # Dynamo cannot trace `_make_wrapper_subclass`. AOTAutograd flattens the subclass.

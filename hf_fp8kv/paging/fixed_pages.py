@@ -25,6 +25,8 @@ class FixedPages(LayerGroup):
         num_columns: Number of logical pages per sequence.
         allocated_pages: Number of allocated pages per sequence, 0 until pages are allocated.
         device_lengths: Length of each member that was called, `[B]`, int32, at constant addresses.
+        deferred_allocation: Number of slots per sequence, and of sequences, to allocate when the
+            table is used (see `defer_allocation`), or None.
         first_intact: First token of each member that the ring has certainly not overwritten.
     """
 
@@ -35,6 +37,7 @@ class FixedPages(LayerGroup):
         max_tokens: int,
         table: BlockTable | None = None,
     ) -> None:
+        self.deferred_allocation: tuple[int, int] | None = None
         super().__init__(budget, window, table)
         self.max_tokens = max_tokens
         self.num_columns = -(-max_tokens // self.page_size)
@@ -47,6 +50,19 @@ class FixedPages(LayerGroup):
             self.table.allocator.allocates_exactly = True
         else:
             self.allocated_pages = self.num_columns  # the pages of a growing group are not a ring
+
+    @property
+    def table(self) -> BlockTable:
+        """The block table. Pages that compiled code already uses are allocated first."""
+        if self.deferred_allocation is not None:
+            num_slots, batch = self.deferred_allocation
+            self.deferred_allocation = None
+            self._table.reserve(0, num_slots, batch)
+        return self._table
+
+    @table.setter
+    def table(self, table: BlockTable) -> None:
+        self._table = table
 
     @property
     def capacity(self) -> int:

@@ -67,10 +67,14 @@ class Positions:
 
     def locate(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block table, `[B, M]`, and `stop` of each sequence, `[B]`, both int32."""
-        if (lengths := self._lengths.get(device)) is None:
+        return self._table.copy_to_device(device), self.get_lengths(device)
+
+    def get_lengths(self, device: torch.device) -> torch.Tensor:
+        """Return `stop` of each sequence, `[B]`, int32, on `device`."""
+        if device not in self._lengths:
             lengths = torch.full((self._batch,), self.stop, dtype=torch.int32, device=device)
             self._lengths[device] = lengths
-        return self._table.copy_to_device(device), lengths
+        return self._lengths[device]
 
     @property
     def long_write(self) -> LongWrite | None:
@@ -131,14 +135,12 @@ class LayerGroup:
         siblings: Weak references to all groups of the cache. They are weak, so that a dropped fork
             frees its pages at once.
         positions: The positions of the last call, which `reserve` returned, or None.
-        deferred_allocation: Number of slots per sequence, and of sequences, to allocate when the
-            table is used (see `FixedPages.defer_allocation`), or None.
     """
 
     def __init__(
         self, budget: PageBudget, window: int | None = None, table: BlockTable | None = None
     ) -> None:
-        self._table = table or BlockTable(PageAllocator(budget))
+        self.table = table or BlockTable(PageAllocator(budget))
         self.budget = budget
         self.page_size = budget.page_size
         self.window = window
@@ -146,10 +148,9 @@ class LayerGroup:
         self.lengths: list[int] = []
         self.record_past = self.is_incomplete = False
         if window is not None:
-            self._table.allocator.allocates_exactly = True
+            self.table.allocator.allocates_exactly = True
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
         self.positions: Positions | None = None
-        self.deferred_allocation: tuple[int, int] | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
 
     def add(self, pool: PagePool) -> int:
@@ -157,15 +158,6 @@ class LayerGroup:
         self.pools.append(pool)
         self.lengths.append(0)
         return len(self.lengths) - 1
-
-    @property
-    def table(self) -> BlockTable:
-        """The block table. Pages that compiled code already uses are allocated first."""
-        if self.deferred_allocation is not None:
-            num_slots, batch = self.deferred_allocation
-            self.deferred_allocation = None
-            self._table.reserve(0, num_slots, batch)
-        return self._table
 
     @property
     def capacity(self) -> int:

@@ -51,6 +51,7 @@ class HostLength:
     """
 
     max_tokens = None
+    schedule = None  # `Positions` has the schedules
 
     def __init__(self, group: LayerGroup, member: int) -> None:
         self.group = group
@@ -84,18 +85,6 @@ class HostLength:
         """Record that the tokens of a call are stored."""
         self.group.lengths[self.member] += positions.num_tokens
 
-    def get_schedule(
-        self,
-        positions: AnyPositions,
-        device: torch.device,
-        num_heads: int,
-        num_rows: int,
-        backend: str,
-    ) -> torch.Tensor | None:
-        """Return the schedule for a number of KV heads and of query rows per KV head, or None."""
-        assert isinstance(positions, Positions)
-        return positions.get_schedule(device, num_heads, num_rows, backend)
-
     def check_crop(self, num_tokens: int, num_stored: int) -> None:
         """Raise ConfigError if the last `num_tokens` tokens cannot be removed."""
         self.group.settle_step()
@@ -122,6 +111,7 @@ class DeviceLength:
         is_empty: Whether no token was stored since the start or a reset. The value changes once per
             generation, at the prefill, which is not compiled.
         table: Page number of each logical page, `[B, num_columns]`, int32, at a constant address.
+        schedule: Schedule of the group, or None if the backend has no schedules.
     """
 
     table: torch.Tensor
@@ -133,7 +123,7 @@ class DeviceLength:
         self.is_empty = True
         # An upper bound on the number of stored tokens, kept on the host for `check_capacity`.
         self._upper_bound = 0
-        self._schedule: torch.Tensor | None = None
+        self.schedule: torch.Tensor | None = None
         # Number of KV heads and backend of the schedule, or None if another layer fills it.
         self._schedule_arguments: tuple[int, str] | None = None
 
@@ -173,11 +163,11 @@ class DeviceLength:
 
     def share_schedule(self, num_heads: int, num_rows: int, backend: str) -> list[torch.Tensor]:
         """Use the schedule of the group. Return the tensors with constant addresses."""
-        self._schedule, filling_member = self.group.get_schedule(
+        self.schedule, filling_member = self.group.get_schedule(
             self.member, num_heads, num_rows, backend
         )
         self._schedule_arguments = (num_heads, backend) if filling_member == self.member else None
-        tensors = (self.table, self.lengths, self._schedule)
+        tensors = (self.table, self.lengths, self.schedule)
         return [tensor for tensor in tensors if tensor is not None]
 
     def reserve(
@@ -231,26 +221,15 @@ class DeviceLength:
 
     def fill_schedule(self, num_tokens: int) -> None:
         """Fill the group's schedule for a call of `num_tokens` tokens, if this layer fills it."""
-        if self._schedule_arguments is not None and self._schedule is not None:
+        if self._schedule_arguments is not None and self.schedule is not None:
             ops.fill_schedule(
-                self._schedule,
+                self.schedule,
                 self.lengths,
                 num_tokens,
                 self.group.window or 0,
                 0,
                 *self._schedule_arguments,
             )
-
-    def get_schedule(
-        self,
-        positions: AnyPositions,
-        device: torch.device,
-        num_heads: int,
-        num_rows: int,
-        backend: str,
-    ) -> torch.Tensor | None:
-        """Return the group's schedule, or None if the backend has no schedules."""
-        return self._schedule
 
     def find_stored_positions(self) -> FixedPositions:
         """Return the pages of all positions, stored or not.

@@ -7,8 +7,8 @@ allocated, the kernels that it launched, and the positions of its addresses and 
 arguments. A later call runs a Python function generated from the recording, which allocates the
 same tensors and launches the kernels.
 
-A recording holds no tensors, so all layers and caches share it. Its key has everything that it
-depends on:
+A recording holds no tensors of the call, so all layers and caches share it. Its key has everything
+that it depends on:
 
     * the operation, the device and the `Target`
     * `layout`: arguments that are neither tensors nor such integers, and all shapes and strides
@@ -35,7 +35,7 @@ import triton
 from triton import knobs
 
 from ..pages import Pages
-from .target import LaunchRecord, Target, get_target, recorder, recording
+from .target import LaunchRecord, Target, assumption, get_target, recorder, recording
 
 # Triton launches kernels in the same way from `_FIRST_VERSION` on, and before `_END_VERSION`.
 _FIRST_VERSION, _END_VERSION = (3, 6), (3, 10)
@@ -49,11 +49,12 @@ _HAS_STAGES_HOOK = hasattr(knobs.runtime, "add_stages_inspection_hook")
 # Maximum number of recordings for one kind of pages.
 _MAX_RECORDINGS = 256
 _MAX_INT32 = 2**31 - 1
+# Result of a replay whose recording needs aligned addresses, if an address is not aligned.
+_MISALIGNED = object()
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
-# Replay functions by key. Their arguments are addresses and integers. None means that the call
-# cannot be recorded.
-Recordings: TypeAlias = dict[tuple[Any, ...], Callable[..., torch.Tensor | None] | None]
+# Results of `_compile_replay` by key. None means that the call cannot be recorded.
+Recordings: TypeAlias = dict[tuple[Any, ...], Callable[..., Any] | None]
 # Recordings by the kind of pages.
 recordings: collections.defaultdict[Hashable, Recordings] = collections.defaultdict(dict)
 
@@ -143,14 +144,13 @@ def replayed(
             shared = NO_SHARED_TENSORS if pages is None else describe_pages(args[pages])
             properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
             key = operation, call_layout, device, properties, id(target)
-            return *shared, key, addresses, integers, target, device
+            return *shared, key, addresses, tensors, integers, target, device
 
         @functools.wraps(operation)
         def run(*args: Any) -> Any:
             if (call := describe(args)) is None:
                 return operation(*args)
-            replays, shared_addresses, key, addresses, integers, target, device = call
-            addresses += shared_addresses
+            replays, shared_addresses, key, addresses, tensors, integers, target, device = call
             if key not in replays:
                 with recording() as recorded:
                     result = operation(*args)
@@ -159,32 +159,33 @@ def replayed(
                 replays[key] = None
                 with suppress(LookupError):
                     replays[key] = _compile_replay(
-                        recorded, result, target, device, addresses, integers
+                        recorded, result, target, device, addresses, shared_addresses, integers
                     )
                 return result
             if (replay := replays[key]) is None:
                 return operation(*args)
             if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
                 with torch.cuda.device(device):
-                    return replay(addresses, **integers)
-            return replay(addresses, **integers)
+                    return replay(tensors, shared_addresses, **integers)
+            return replay(tensors, shared_addresses, **integers)
 
         def bind(*args: Any) -> Callable[..., Any]:
             if (call := describe(args)) is None:
                 return run
-            replays, shared_addresses, key, addresses, _, target, device = call
-            is_aligned = not any(address and address & 15 for address in addresses)
-            if (replay := replays.get(key)) is None or not (is_aligned and target.is_nvidia):
+            replays, shared_addresses, key, addresses, _, _, target, device = call
+            if (replay := replays.get(key)) is None or not _are_aligned(addresses):
                 return run
+            if not target.is_nvidia:  # on AMD a recording also depends on sizes
+                return run
+            assumed_target = assumption.target
 
             def run_bound(*args: Any) -> Any:
                 tensors, integers = variables(*args)
-                addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-                is_same = device.type != "cuda" or device.index == torch.cuda.current_device()
-                for address in addresses:
-                    is_same &= address is None or not address & 15
-                if is_same and _allows_replay() and get_target(device) is target:
-                    return replay(addresses + shared_addresses, **integers)
+                is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+                if is_current and _allows_replay() and assumption.target is assumed_target:
+                    result = replay(tensors, shared_addresses, **integers)
+                    if result is not _MISALIGNED:
+                        return result
                 return run(*args)
 
             return run_bound
@@ -193,6 +194,10 @@ def replayed(
         return cast(_Operation, run)
 
     return decorate
+
+
+def _are_aligned(addresses: Sequence[int | None]) -> bool:
+    return not any(address and address & 15 for address in addresses)
 
 
 def _allows_replay() -> bool:
@@ -214,27 +219,32 @@ def _compile_replay(
     target: Target,
     device: torch.device,
     addresses: list[int | None],
+    shared_addresses: list[int | None],
     integers: dict[str, int],
-) -> Callable[..., torch.Tensor | None]:
-    """Generate a function that repeats a recorded call with new addresses and integers.
+) -> Callable[..., Any]:
+    """Generate a function that repeats a recorded call with other tensors and integers.
+
+    Its arguments are the call's variables, with the addresses of shared tensors between them. If
+    all recorded addresses were aligned to 16 bytes, it launches nothing and returns `_MISALIGNED`
+    for a tensor that is not.
 
     Raises:
         LookupError: An argument of a launch, or the result, cannot be derived from a later call.
     """
     allocations = recorded.allocations
     # The target is kept alive, because its `id` is in the key. `torch.empty` would take nearly
-    # twice as long as `torch.empty_strided`.
+    # twice as long as `torch.empty_like`.
     objects: dict[str, Any] = {
-        "empty": torch.empty_strided,
-        "driver": triton.runtime.driver,
+        "allocate": torch.empty_like,
+        "get_stream": triton.runtime.driver.active.get_current_stream,
+        "misaligned": _MISALIGNED,
         "target": target,
     }
-    pointers = [
+    pointers: list[tuple[int | None, str]] = [
         (tensor.data_ptr(), f"m{index}.data_ptr()") for index, tensor in enumerate(allocations)
     ]
-    pointers += [
-        (address, f"a[{index}]") for index, address in enumerate(addresses) if address is not None
-    ]
+    pointers += [(address, f"p{index}") for index, address in enumerate(addresses)]
+    pointers += [(address, f"s[{index}]") for index, address in enumerate(shared_addresses)]
     counts = collections.Counter(address for address, _ in pointers)
     expressions = {address: source for address, source in pointers if counts[address] == 1}
     expressions[0] = "0"  # tensors without elements
@@ -250,15 +260,16 @@ def _compile_replay(
             return f"({', '.join(sources)},)" if set(sources) - objects.keys() else name_object(x)
         return expressions[x.data_ptr()] if isinstance(x, torch.Tensor) else name_object(x)
 
-    source_lines = [f"def replay({', '.join(['a', *integers])}):"]
+    source_lines = [f"def replay({', '.join(['tensors', 's', *integers])}):"]
+    names = [f"p{index}" for index, address in enumerate(addresses) if address is not None]
+    source_lines += [f"{name} = tensors[{name[1:]}].data_ptr()" for name in names]
+    if _are_aligned(addresses):
+        source_lines.append(f"if ({' | '.join(names)}) & 15: return misaligned")
     for index, tensor in enumerate(allocations):
-        shape = name_object(tuple(tensor.shape))
-        stride = name_object(tensor.stride())
-        dtype = name_object(tensor.dtype)
-        source_lines.append(
-            f"m{index} = empty({shape}, {stride}, dtype={dtype}, device={name_object(device)})"
-        )
-    source_lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
+        # A tensor of this shape with the memory of a single element
+        template = tensor.new_empty(1).expand(tensor.shape)
+        source_lines.append(f"m{index} = allocate({name_object(template)})")
+    source_lines.append(f"stream = get_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
         # No metadata and no hooks, because `_allows_replay` excludes them.
         elements = [

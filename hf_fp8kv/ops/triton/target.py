@@ -149,7 +149,13 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-_assumed_target: Target | None = None
+class _Assumption:
+    """The target of `assuming`, or None."""
+
+    target: Target | None = None
+
+
+assumption = _Assumption()
 
 
 @functools.cache
@@ -171,19 +177,18 @@ def _detect_target(device: torch.device) -> Target:
 
 def get_target(device: torch.device) -> Target:
     """Return the GPU that kernels for tensors on `device` are compiled for."""
-    return _detect_target(device) if _assumed_target is None else _assumed_target
+    return assumption.target or _detect_target(device)
 
 
 @contextmanager
 def assuming(target: Target) -> Iterator[None]:
     """Compile kernels for `target` inside the `with` block, on any device. For tests and checks."""
-    global _assumed_target
-    old_target = _assumed_target
-    _assumed_target = target
+    old_target = assumption.target
+    assumption.target = target
     try:
         yield
     finally:
-        _assumed_target = old_target
+        assumption.target = old_target
 
 
 class Launch(NamedTuple):
