@@ -33,7 +33,7 @@ from ..paging.lengths import DeviceLength, HostLength
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales
-from ..utils.digests import sample_weights
+from ..utils.digests import digest_sampled_weights
 from .encoding import Encoding
 from .indexers import INDEXED_CLASSES, IndexerLayer, get_indexer_tensors
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
@@ -332,7 +332,7 @@ class PagedLayers:
             window = store.group.window
             fixed_pages = reserved[window]
             device_length = DeviceLength(fixed_pages, fixed_pages.add(store.pool))
-            device_length.allocate_lengths(tables[window], length)
+            device_length.adopt_table(tables[window], length)
             store.set_length(device_length)
             layer.is_compileable = True
 
@@ -440,7 +440,7 @@ class PagedLayers:
         if (
             last_module is None
             or self.stores[0].length.count_stored() == num_tokens  # this is the first step
-            or sample_weights(module) == sample_weights(last_module)
+            or digest_sampled_weights(module) == digest_sampled_weights(last_module)
         ):
             self._module = weakref.ref(module)
             return

@@ -89,7 +89,7 @@ _FROZEN_PLAN = ModelAttribute[dict[float, "Plan | None"]]("_hf_fp8kv_frozen_plan
 _choice_lock = threading.RLock()
 
 
-class Passes(NamedTuple):
+class PassLimits(NamedTuple):
     """Numbers of passes over a window in which a plan is chosen."""
 
     num_positions: int = len(_FIRST_POSITIONS)  # maximum number of first positions
@@ -150,7 +150,7 @@ def choose_plan(
         )
     model = find_base_model(model)
     if texts is None:
-        return _choose(model, None, Passes(), max_extra_bytes, bits)
+        return _choose(model, None, PassLimits(), max_extra_bytes, bits)
     find_paged_layers(model)  # raises an error before the texts are read
     windows = sample_windows(
         read_model_windows(
@@ -171,7 +171,7 @@ def choose_plan(
             num_tokens,
             _MAX_WINDOW_TOKENS,
         )
-    return _choose(model, windows, Passes(), max_extra_bytes, bits)
+    return _choose(model, windows, PassLimits(), max_extra_bytes, bits)
 
 
 def resolve_plan(
@@ -247,7 +247,7 @@ def unfreeze_plan(model: PreTrainedModel) -> None:
         )
 
 
-def choose_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Passes | None:
+def choose_passes(num_parameters: int, num_tokens: int, num_positions: int) -> PassLimits | None:
     """Return the passes in which a CPU may choose a plan, or None if even the fewest are too many.
 
     A pass computes `num_parameters` parameters times `num_tokens` tokens. Each position is a pass.
@@ -262,10 +262,10 @@ def choose_passes(num_parameters: int, num_tokens: int, num_positions: int) -> P
     num_passes = int(_MAX_CPU_PRODUCTS // max(num_parameters * num_tokens, 1))
     max_tries = min(num_passes - num_positions - 2, MAX_TRIES)
     if max_tries > 0:
-        return Passes(max_tries=max_tries)
+        return PassLimits(max_tries=max_tries)
     if num_passes < min(num_positions, 2):
         return None
-    return Passes(min(num_positions, num_passes), 0)
+    return PassLimits(min(num_positions, num_passes), 0)
 
 
 def check_bits(bits: object) -> None:
@@ -302,11 +302,14 @@ def _find_plan(
             shared_path = _make_shared_path(model, store, bits)
             if (plan := read_plan(shared_path)) is not None:
                 return plan
-        passes = Passes() if must_choose else _choose_cpu_passes(model)
+        passes = PassLimits() if must_choose else _choose_cpu_passes(model)
         is_split = not must_choose and (is_split or _is_split(model))
         facts = (_compute_key(model, bits), find_input_device(model).type, is_split)
         key = compute_digest(facts, passes)
-        accepted_keys = (key, compute_digest(facts, Passes()))  # a plan of dtype="adaptive" is kept
+        accepted_keys = (
+            key,
+            compute_digest(facts, PassLimits()),
+        )  # a plan of dtype="adaptive" is kept
         if choice.key not in accepted_keys or (must_choose and choice.plan is None):
             if is_split:
                 raise ConfigError("the model is split over processes")
@@ -350,7 +353,7 @@ def _make_shared_path(model: PreTrainedModel, store: PrefixStore, bits: float) -
     return make_plan_path(store.path, _compute_key(model, bits), model)
 
 
-def _choose_cpu_passes(model: PreTrainedModel) -> Passes | None:
+def _choose_cpu_passes(model: PreTrainedModel) -> PassLimits | None:
     """Return the passes of a default plan. Only parameters on the CPU or on a disk are counted."""
     num_parameters = sum(
         parameter.numel()
@@ -399,7 +402,7 @@ def _draw_window(model: PreTrainedModel) -> Tensor:
 def _choose(
     model: PreTrainedModel,
     windows: Sequence[Tensor] | None,
-    passes: Passes,
+    passes: PassLimits,
     max_extra_bytes: float,
     bits: float,
 ) -> StoragePlan:

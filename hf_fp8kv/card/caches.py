@@ -22,7 +22,7 @@ _BLOCK_SIZE = 32  # number of values that share a scale in llama.cpp's formats
 _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide the head size
 # Number of tokens of a cache whose bytes are counted, a multiple of every page size.
 _CACHE_TOKENS = 1024
-States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [B, Hkv, N, D]
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [B, Hkv, N, D]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Contender:
     bits: float | None = None
 
     def fill(
-        self, model: PreTrainedModel, states: list[States], num_tokens: int | None = None
+        self, model: PreTrainedModel, states: list[KeysAndValues], num_tokens: int | None = None
     ) -> Any:
         """Return a new cache that holds the first `num_tokens` tokens. None means all tokens."""
         cache = self.make(model)
@@ -70,7 +70,9 @@ class RoundedCache(DynamicCache):
     prefill = "exact"  # as in `FP8PagedCache`
 
     def __init__(
-        self, config: PreTrainedConfig, rounding: Callable[[torch.Tensor, torch.Tensor], States]
+        self,
+        config: PreTrainedConfig,
+        rounding: Callable[[torch.Tensor, torch.Tensor], KeysAndValues],
     ) -> None:
         super().__init__(config=config)
         self._rounding = rounding
@@ -90,7 +92,7 @@ class RoundedCache(DynamicCache):
         return (key_states, value_states) if is_exact else (keys, values)
 
 
-def round_to_bfloat16(keys: torch.Tensor, values: torch.Tensor) -> States:
+def round_to_bfloat16(keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
     """Return keys and values rounded to bfloat16, in their own dtype."""
     return keys.bfloat16().to(keys.dtype), values.bfloat16().to(values.dtype)
 
@@ -134,7 +136,7 @@ def _make_paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
 
 
 def _imitate_q8_0(max_code: int) -> Callable[[PreTrainedModel], Any]:
-    def round_states(keys: torch.Tensor, values: torch.Tensor) -> States:
+    def round_states(keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         return (
             round_to_q8_0(keys, None, max_code),
             round_to_q8_0(values, _ROTATION_SIZE, max_code),
@@ -225,7 +227,7 @@ def choose_contenders(
 def count_token_bytes(
     contender: Contender,
     model: PreTrainedModel,
-    states: list[States],
+    states: list[KeysAndValues],
     num_tokens: int = _CACHE_TOKENS,
 ) -> float:
     """Return the bytes per token of a cache of `num_tokens`, if the model's dtype is bfloat16.

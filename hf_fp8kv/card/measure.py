@@ -30,7 +30,7 @@ from ..utils.digests import compute_digest, digest_weights
 from ..utils.environment import describe_run
 from ..utils.files import write_atomically
 from ..utils.timing import Step, compute_ratios, take_turns
-from .caches import UNQUANTIZED, Contender, States, choose_contenders, count_token_bytes
+from .caches import UNQUANTIZED, Contender, KeysAndValues, choose_contenders, count_token_bytes
 from .long_texts import KINDS, read_texts
 from .predictions import EXACT, STORED, record_states, score_text
 
@@ -250,12 +250,12 @@ class _Card:
         return parts
 
     @cached_property
-    def states(self) -> list[States]:
+    def states(self) -> list[KeysAndValues]:
         """Return the keys and values of the first text, by layer."""
         return record_states(self.model, self.first_text)
 
     @property
-    def sample_states(self) -> list[States]:
+    def sample_states(self) -> list[KeysAndValues]:
         """Return the keys and values of the first tokens, by layer."""
         return [(k[:, :, :_SAMPLE_TOKENS], v[:, :, :_SAMPLE_TOKENS]) for k, v in self.states]
 

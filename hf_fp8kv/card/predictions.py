@@ -14,14 +14,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..calibration.divergence import Scores, compute_logits, compute_scores
 from ..errors import ConfigError
-from .caches import UNQUANTIZED, Contender, States
+from .caches import UNQUANTIZED, Contender, KeysAndValues
 
 # States that a prompt attends to, as in `FP8PagedCache`.
 EXACT = "exact"
 STORED = "stored"
 
 
-def record_states(model: PreTrainedModel, ids: torch.Tensor) -> list[States]:
+def record_states(model: PreTrainedModel, ids: torch.Tensor) -> list[KeysAndValues]:
     """Return the keys and values of each layer for the tokens `ids`, `[B, N]`, int64.
 
     The model is a decoder of attention layers. Layers with a window also return all N tokens.
@@ -35,7 +35,7 @@ def record_states(model: PreTrainedModel, ids: torch.Tensor) -> list[States]:
 def score_text(
     model: PreTrainedModel,
     ids: torch.Tensor,
-    states: list[States],
+    states: list[KeysAndValues],
     contenders: Mapping[str, Contender],
     *,
     positions: Sequence[int],

@@ -8,7 +8,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
-from ..utils.digests import compute_digest, digest_weights, sample_weights
+from ..utils.digests import compute_digest, digest_sampled_weights, digest_weights
 from .model_support import DETERMINISTIC, find_varying_rope
 
 # Packages whose hooks and replaced methods are accepted: the digest covers all their effects.
@@ -58,7 +58,9 @@ def sample_model(model: Any) -> str:
     of RoPE are ignored if the model itself changes them.
     """
     ignored_suffixes = ("inv_freq",) if find_varying_rope(model.config) else ()
-    return compute_digest(_describe_adapters(model), sample_weights(model, ignored_suffixes))
+    return compute_digest(
+        _describe_adapters(model), digest_sampled_weights(model, ignored_suffixes)
+    )
 
 
 def describe_model(model: Any) -> dict[str, object]:

@@ -153,7 +153,7 @@ class DeviceLength:
             self.table = self.group.allocate(batch, device)
         self.group.device_lengths[self.member] = make_zeros((batch,), torch.int32, device)
 
-    def allocate_lengths(self, table: torch.Tensor, length: int) -> None:
+    def adopt_table(self, table: torch.Tensor, length: int) -> None:
         """Use `table`, `[B, num_columns]`, whose pages hold `length` tokens per sequence."""
         self.table = table
         self.group.device_lengths[self.member] = make_zeros(

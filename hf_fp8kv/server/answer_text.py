@@ -22,6 +22,7 @@ class AnswerPart:
     text: str = ""
     reasoning: str = ""
     call: tuple[str, str] | None = None  # name of a tool, and arguments as JSON
+    call_index: int = 0  # number of calls before this call
 
 
 class AnswerDecoder:
@@ -155,8 +156,8 @@ class AnswerDecoder:
         for chunk in response_events_to_chunks(list(events)):
             fields: dict[str, Any] = {"text": chunk}
             if isinstance(chunk, ToolCall):
+                fields = {"call": (chunk.name, chunk.arguments), "call_index": self.num_calls}
                 self.num_calls += 1
-                fields = {"call": (chunk.name, chunk.arguments)}
             elif isinstance(chunk, ReasoningText):
                 fields = {"reasoning": str(chunk)}
             parts.append(AnswerPart(self._num_released_tokens, **fields))
@@ -175,7 +176,11 @@ class AnswerDecoder:
             while not tool and position < len(text):
                 call, position = decode(text, position)
                 arguments = json.dumps(call["parameters"])
-                calls.append(AnswerPart(self.num_tokens, call=(call["name"], arguments)))
+                calls.append(
+                    AnswerPart(
+                        self.num_tokens, call=(call["name"], arguments), call_index=len(calls)
+                    )
+                )
                 position += len(", ")
         self.num_calls = len(calls)
         if text and not calls:

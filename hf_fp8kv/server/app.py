@@ -25,7 +25,7 @@ from .choices import Choice, ChoiceMaker, RunningRequest
 from .completions import ChoiceParts, CompletionWriter
 from .engine import Engine
 from .errors import INTERNAL_MESSAGE, APIError, make_busy_error, make_stopping_error
-from .jobs import MAX_WAITING_JOBS, JobPool
+from .jobs import JobPool
 from .metrics import Metrics
 from .model import ServedModel
 from .responses import ResponseWriter
@@ -46,10 +46,10 @@ _PAGE_HEADERS = {
 }
 _OPEN_PATHS = ("/", "/health")  # paths that need no API key
 _CLIENT_LEFT_STATUS = 499  # as in nginx's log
-_LONG_BODY_BYTES = 100_000  # a longer body is parsed and tokenized in the pool for long bodies
-_NUM_SHORT_JOBS = 8  # number of threads for shorter bodies, and for responses
+_NUM_SHORT_JOBS = 8  # number of threads for bodies that are not large, and for responses
 # A body is large if it has more than this fraction of the maximum size. At most this number of
-# requests with large bodies are handled at once, so that other requests always fit into memory.
+# requests with large bodies are handled at once, so that other requests always fit into memory, and
+# do not wait for the thread that parses and tokenizes large bodies.
 _LARGE_FRACTION = 1 / 16
 _MAX_LARGE_BODIES = 16
 # Keys of a request's scope: an ExitStack, which is closed after the response, and a timeout, which
@@ -78,6 +78,7 @@ class Application:
         self.is_stopping = False
         self.is_busy = False  # whether work of ended requests still ran after `stop`
         self._key_digest = None if config.api_key is None else _hash_key(config.api_key.encode())
+        self._large_size = config.max_body_bytes * _LARGE_FRACTION  # bytes
         self._lock = threading.Lock()
         self._token_texts = TokenTexts(served_model.tokenizer)
         self._router = self._build_router()
@@ -104,11 +105,9 @@ class Application:
             self.metrics = metrics
             self._choice_maker = ChoiceMaker(served_model, engine, self.config.seed)
             self._large_bodies = asyncio.Semaphore(_MAX_LARGE_BODIES)
-            # The first pool limits the memory and the cores for long requests of many clients:
-            # parsing takes many times the memory of a body, and tokenizing takes half a kilobyte
-            # per token. The second pool needs no limit, because each accepted request has at most
-            # one job there.
-            self._long_pool = JobPool("long bodies", 1, MAX_WAITING_JOBS)
+            # One thread limits the memory and the cores for large bodies: parsing takes many times
+            # the memory of a body, and tokenizing takes half a kilobyte per token.
+            self._large_pool = JobPool("large bodies", 1)
             self._short_pool = JobPool("short jobs", _NUM_SHORT_JOBS)
             self.is_stopping = False
             self.engine = engine
@@ -120,7 +119,7 @@ class Application:
                 self.is_stopping = True
                 has_ended = self.engine.stop(self.config.stop_seconds)
                 self.engine = None
-                pools = (self._choice_maker.grammars.pool, self._long_pool, self._short_pool)
+                pools = (self._choice_maker.grammars.pool, self._large_pool, self._short_pool)
                 self.is_busy = not has_ended or any(pool.num_running for pool in pools)
                 for pool in pools:
                     pool.close()
@@ -257,7 +256,7 @@ class Application:
                         raise APIError(
                             413, f"expected a body of at most {limit} bytes", code="too_large"
                         )
-                    if len(content) > limit * _LARGE_FRACTION and not is_large:
+                    if len(content) > self._large_size and not is_large:
                         await self._admit_large_body(request)
                         is_large = True
         except TimeoutError:
@@ -348,7 +347,7 @@ class Application:
         choices: list[Choice] = []
         watcher = asyncio.create_task(_watch_client(request, choices))
         exit_stack.callback(watcher.cancel)
-        pool = self._long_pool if len(content) > _LONG_BODY_BYTES else self._short_pool
+        pool = self._large_pool if len(content) > self._large_size else self._short_pool
         body, name = await pool.run(self._parse_body, body_type, content)
         del content  # the request may wait for a long time
         guide = await self._choice_maker.grammars.compile(body)

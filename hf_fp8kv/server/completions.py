@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
@@ -58,11 +57,9 @@ class CompletionWriter:
             "model": name,
         }
         self._sends_usage_last = bool(body.stream_options.include_usage)
-        self._call_prefix = f"call_{uuid.uuid4().hex}"
         self._has_logprobs = body.num_top_tokens is not None
         self._logprob_writers = [_LogprobWriter(choice, texts) for choice in choices]
         self._begun_choices: set[int] = set()  # indices of choices with a written part
-        self._num_tool_calls = Counter[int]()  # number of written calls, by index of the choice
 
     def collect(self, parts: ChoiceParts) -> dict[str, Any]:
         """Return the response for all parts. With log-probabilities this may take seconds."""
@@ -120,14 +117,12 @@ class CompletionWriter:
             writer = self._logprob_writers[choice.index]
             fields["logprobs"] = writer.take_logprobs(num_tokens, echo, is_chat=self._is_chat)
         if self._is_chat:
-            fields[self._content_key] = self._format_message(choice, part)
+            fields[self._content_key] = self._format_message(part)
         else:
             fields[self._content_key] = (echo.text if echo else "") + (part.text if part else "")
-        if part is not None and part.call is not None:
-            self._num_tool_calls[choice.index] += 1
         return fields
 
-    def _format_message(self, choice: Choice, part: AnswerPart | None) -> dict[str, Any]:
+    def _format_message(self, part: AnswerPart | None) -> dict[str, Any]:
         if part is None:
             return {}
         if part.call is None:
@@ -135,11 +130,10 @@ class CompletionWriter:
                 {"reasoning_content": part.reasoning} if part.reasoning else {"content": part.text}
             )
         name, arguments = part.call
-        call_index = self._num_tool_calls[choice.index]
-        index_field = {"index": call_index} if self._body.stream else {}
+        index_field = {"index": part.call_index} if self._body.stream else {}
         call = {
             **index_field,
-            "id": f"{self._call_prefix}_{choice.index}_{call_index}",
+            "id": f"call_{uuid.uuid4().hex}",
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }

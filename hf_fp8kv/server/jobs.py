@@ -1,15 +1,13 @@
 """Threads for work that would delay the event loop: parsing, tokenizing, compiling, formatting."""
 
 import asyncio
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from .errors import make_busy_error, make_stopping_error
+from .errors import make_stopping_error
 
 _T = TypeVar("_T")
-MAX_WAITING_JOBS = 16  # of a pool for jobs that may take seconds
 
 
 class JobPool:
@@ -20,30 +18,21 @@ class JobPool:
     Args:
         name: Description of the jobs, for the names of threads.
         num_threads: Maximum number of jobs that run at once.
-        max_waiting: Maximum number of jobs that wait. Requests with additional jobs get status 429.
     """
 
-    def __init__(self, name: str, num_threads: int, max_waiting: float = math.inf) -> None:
+    def __init__(self, name: str, num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, f"hf_fp8kv {name}")
         # A job waits here and not in the executor's queue, which would keep dropped jobs.
         self._free_threads = asyncio.Semaphore(num_threads)
-        self._num_waiting = 0
-        self._max_waiting = max_waiting
         self.num_running = 0  # includes jobs whose requests have ended
 
     async def run(self, function: Callable[..., _T], *args: object) -> _T:
         """Return the result of a function that runs in a thread.
 
         Raises:
-            APIError: Too many jobs wait for a thread, or the pool is closed.
+            APIError: The pool is closed.
         """
-        if self._free_threads.locked() and self._num_waiting >= self._max_waiting:
-            raise make_busy_error(f"at most {self._max_waiting} waiting long prompts or grammars")
-        self._num_waiting += 1
-        try:
-            await self._free_threads.acquire()
-        finally:
-            self._num_waiting -= 1
+        await self._free_threads.acquire()
         try:
             job = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         except RuntimeError:  # the pool is closed

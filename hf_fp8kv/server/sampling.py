@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingTopKLogitsWarper,
+    ContinuousBatchingTopPLogitsWarper,
+)
 
 from ..serving.engines.noise import make_gumbel_noise, make_noise_key
 from .errors import APIError
@@ -24,6 +29,9 @@ ALL_TOKENS = 1.0  # value of top_p that removes no token
 MIN_TEMPERATURE = 1e-5
 # JSON has no infinity. Other servers also send this value instead.
 _MIN_LOGPROB = -9999.0
+# transformers' warpers with a limit for each row, which is an argument of each call.
+_TOP_K_WARPER = ContinuousBatchingTopKLogitsWarper(TopKLogitsWarper(1))
+_TOP_P_WARPER = ContinuousBatchingTopPLogitsWarper(TopPLogitsWarper(ALL_TOKENS))
 
 
 class TokenLogprob(NamedTuple):
@@ -213,7 +221,6 @@ def transform_logits(logits: torch.Tensor, arguments: torch.Tensor) -> torch.Ten
     `arguments` is `[5, B]`, as in Sampler. A temperature of 0 does not change the logits.
     """
     temperature, top_p, min_p = (row.view(torch.float32) for row in arguments[:3])
-    top_k = arguments[3]
     keys = arguments[4]
     is_on_cpu = logits.device.type == "cpu"
 
@@ -222,15 +229,10 @@ def transform_logits(logits: torch.Tensor, arguments: torch.Tensor) -> torch.Ten
 
     if may_apply((temperature != 0) & (temperature != 1)):
         logits = logits / temperature.masked_fill(temperature == 0, 1.0)[:, None]
-    if may_apply(top_k < logits.shape[1]):
-        sorted_logits = logits.sort(-1, descending=True).values
-        threshold = sorted_logits.gather(1, (top_k - 1)[:, None].long())
-        logits = logits.masked_fill(logits < threshold, -math.inf)
+    if may_apply(arguments[3] < logits.shape[1]):
+        logits = _TOP_K_WARPER(logits, arguments[3])
     if may_apply(top_p < ALL_TOKENS):
-        sorted_logits, order = logits.sort(-1)
-        is_dropped = sorted_logits.softmax(-1).cumsum(-1) <= 1 - top_p[:, None]
-        is_dropped[:, -1] = False
-        logits = logits.masked_fill(is_dropped.scatter(-1, order, is_dropped), -math.inf)
+        logits = _TOP_P_WARPER(logits, arguments[1])
     if may_apply(min_p > 0):
         # Nguyen et al. 2024. It can be last, because top-k and top-p keep probability ratios.
         threshold = logits.amax(-1, keepdim=True) + min_p.log()[:, None]  # -inf for 0

@@ -162,9 +162,7 @@ def walk_values(value: Any) -> Iterator[Any]:
 _MAX_INT64 = 2**63 - 1
 _Count = Annotated[int, Field(ge=1, le=_MAX_INT64)]
 _Token = Annotated[int, Field(ge=0, le=_MAX_INT64)]
-_TokenOrMinusOne = Annotated[int, Field(ge=-1, le=_MAX_INT64)]  # -1 means no token
-_TokensOrMinusOne = Annotated[list[_TokenOrMinusOne], Field(max_length=128)]
-_TopK = Annotated[int, Field(ge=-1, le=_MAX_INT64)]  # -1 means all tokens
+_MinusOneOrMore = Annotated[int, Field(ge=-1, le=_MAX_INT64)]
 _ChoiceCount = Annotated[int, Field(ge=1, le=128)]
 _TopCount = Annotated[int, Field(ge=0, le=20)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -224,7 +222,10 @@ class Settings(_StrictModel):
     top_p: _PositiveFraction | None = None
     top_k: _Token | None = None
     max_new_tokens: _Count | None = None
-    eos_token_id: _TokenOrMinusOne | _TokensOrMinusOne | None = None
+    # -1 means no token.
+    eos_token_id: (
+        _MinusOneOrMore | Annotated[list[_MinusOneOrMore], Field(max_length=128)] | None
+    ) = None
 
     @classmethod
     def parse(cls, config: Any) -> "Settings":
@@ -242,11 +243,6 @@ class Settings(_StrictModel):
 
 class _OpenModel(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
-
-
-class _TextPart(_OpenModel):
-    type: Literal["text", "input_text", "output_text"]
-    text: str
 
 
 class Function(_OpenModel):
@@ -273,15 +269,18 @@ class Tool(_OpenModel):
         return _nest_in(value, "function")
 
 
-def _check_parts(content: Any) -> Any:
-    """Raise ValueError for parts that are not text. pydantic would list three rules."""
-    parts = content if isinstance(content, list) else []
-    if any(
-        isinstance(part, dict) and part.get("type") not in ("text", "input_text", "output_text")
-        for part in parts
-    ):
+def _join_parts(content: Any) -> Any:
+    """Return the text of a list of text parts. Return other values unchanged."""
+    if not isinstance(content, list):
+        return content
+    texts = [
+        part.get("text")
+        for part in content
+        if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")
+    ]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
         raise ValueError("text or a list of parts of type 'text', because no images are read")
-    return content
+    return " ".join(texts)
 
 
 class Message(_OpenModel):
@@ -289,18 +288,16 @@ class Message(_OpenModel):
 
     role: Annotated[str, Field(min_length=1)]
     tool_calls: list[_ToolCall] | None = None
-    content: Annotated[
-        str | list[_TextPart] | None, BeforeValidator(_check_parts), Field(validate_default=True)
-    ] = None
+    content: Annotated[str | None, BeforeValidator(_join_parts), Field(validate_default=True)] = (
+        None
+    )
 
     @field_validator("content")
     @classmethod
-    def _read_content(cls, content: Any, info: ValidationInfo) -> str:
+    def _check_content(cls, content: str | None, info: ValidationInfo) -> str:
         if content is None and not info.data.get("tool_calls"):
             raise ValueError("text, or a list of parts")
-        # A message of the assistant that calls tools may have no text.
-        text = content or ""
-        return text if isinstance(text, str) else " ".join(part.text for part in text)
+        return content or ""  # a message of the assistant that calls tools may have no text
 
     @property
     def template_message(self) -> dict[str, Any]:
@@ -430,7 +427,7 @@ class Body(_StrictModel):
     ] = None
     temperature: _Temperature | None = None
     top_p: _PositiveFraction | None = None
-    top_k: _TopK | None = None
+    top_k: _MinusOneOrMore | None = None  # -1 means all tokens
     min_p: _Fraction | None = None
     seed: Annotated[int, Field(ge=-_MAX_INT64 - 1, le=_MAX_INT64)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None

@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 _END_TOKEN = "<|hf_fp8kv end of the grammar|>"  # no model has this token
 _NUM_COMPILE_THREADS = 2
-# Most grammars compile in milliseconds, so a crowd of clients may wait.
-_MAX_WAITING_GRAMMARS = 128
 _MAX_COMPILE_SECONDS = 10.0  # time that a request waits for its grammar
 # Maximum number of lexer states of a grammar, each some hundred bytes. All other limits are
 # llguidance's defaults, with which a step takes at most about 30 ms.
@@ -252,7 +250,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._unavailable_reason = unavailable_reason
-        self.pool = JobPool("grammars", _NUM_COMPILE_THREADS, _MAX_WAITING_GRAMMARS)
+        self.pool = JobPool("grammars", _NUM_COMPILE_THREADS)
 
     async def compile(self, body: AnyBody) -> Guide | None:
         """Return the guide of a request, or None if the request has no grammar.

@@ -135,7 +135,7 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
         self.prepare(unquantized, config, _PAGE_SIZE, model.dtype, model.device)
         windows = read_layer_windows(config)
         self.windows = list(dict.fromkeys(windows))
-        self._layer_kinds = {
+        self._window_indices = {
             index: self.windows.index(window) for index, window in enumerate(windows)
         }
         block_size = sum(layout.bytes_per_page for layout in self.page_layouts)

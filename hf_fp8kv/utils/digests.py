@@ -72,7 +72,7 @@ def can_sample(model: torch.nn.Module) -> bool:
     return not is_packed and all(is_whole(weight) or not weight.numel() for weight in weights)
 
 
-def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = ()) -> str:
+def digest_sampled_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = ()) -> str:
     """Return a digest of the names, shapes and dtypes of all tensors, and of 8 values of each.
 
     If some weights cannot be read (offloaded, split or packed), each model has a different digest.

@@ -21,7 +21,7 @@ from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan
 from hf_fp8kv.attention.switching import get_attn_implementations
 from hf_fp8kv.calibration import plan_choice
 from hf_fp8kv.calibration.plan_choice import (
-    Passes,
+    PassLimits,
     choose_passes,
     freeze_plan,
     resolve_plan,
@@ -364,16 +364,16 @@ def test_a_model_split_over_processes_is_plain(
 @pytest.mark.parametrize(
     ("num_parameters", "num_positions", "expected"),
     [
-        (0, 4, Passes(4, 16)),  # on a GPU
-        (494e6, 4, Passes(4, 5)),
-        (630e6, 4, Passes(4, 2)),  # K and V of a layer
-        (1.5e9, 4, Passes(3, 0)),
+        (0, 4, PassLimits(4, 16)),  # on a GPU
+        (494e6, 4, PassLimits(4, 5)),
+        (630e6, 4, PassLimits(4, 2)),  # K and V of a layer
+        (1.5e9, 4, PassLimits(3, 0)),
         (3e9, 4, None),
-        (5e9, 1, Passes(1, 0)),
+        (5e9, 1, PassLimits(1, 0)),
     ],
 )
 def test_passes_are_limited_by_counts(
-    num_parameters: float, num_positions: int, expected: Passes | None
+    num_parameters: float, num_positions: int, expected: PassLimits | None
 ) -> None:
     assert choose_passes(int(num_parameters), 128, num_positions) == expected
 

@@ -389,17 +389,19 @@ def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monke
 
     monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make_prompts)
     with (
-        HostedServer(save_chat_model(tmp_path, context=1000), "--cb-num-blocks", "80") as server,
+        HostedServer(
+            save_chat_model(tmp_path, context=1000), "--cb-num-blocks", "80", "--max-body", "1MB"
+        ) as server,
         ThreadPoolExecutor(4) as pool, contextlib.ExitStack() as clients,
     ):  # fmt: skip
         with server.abandon_request(COMPLETIONS, **make_long_prompt("gone")):
             server.wait_until(requests_waiting=1)
         futures = [pool.submit(get_error, f"long {n}") for n in range(4)]
         server.wait_until(requests_waiting=4)
-        for _ in range(12):  # one prompt runs, and 4 + 12 prompts wait
+        for _ in range(12):  # a prompt without a client runs, and 4 + 12 prompts wait
             clients.enter_context(server.abandon_request(COMPLETIONS, **make_long_prompt("left")))
         server.wait_until(requests_waiting=16)
-        assert get_error("excess") == (429, "too_many_requests")
+        assert get_error("excess") == (429, "too_many_bytes")
         assert get_status(server, COMPLETIONS, {"prompt": "short", "max_tokens": 1}) == 200
         clients.close()
         server.wait_until(**{'requests_total{status="499"}': 13, "requests_waiting": 4})
@@ -729,7 +731,10 @@ def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
         "{% if messages[0].role == 'snail' %}" + loops + "{% endfor %}" * 3 + "{% endif %}:"
     )
     store = tmp_path / "store"
-    options = ("--chat-template", str(template), "--cb-num-blocks", "80", "--grace", "1")
+    options = (
+        "--chat-template", str(template), "--cb-num-blocks", "80", "--grace", "1",
+        "--max-body", "1MB",
+    )  # fmt: skip
     model = save_chat_model(tmp_path, context=1000)
     request = make_chat("x" * 100_000, "snail")
     with (

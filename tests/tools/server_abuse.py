@@ -82,7 +82,7 @@ PARTIAL_REQUESTS = (
 )  # fmt: skip
 # Data that a client sends again and again: requests whose responses it never reads, and headers.
 ENDLESS_DATA = (
-    b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500,
+    b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500,
     b"GET /health HTTP/1.1\r\n" + b"x: %s\r\n" % (b"y" * 1000),
 )
 

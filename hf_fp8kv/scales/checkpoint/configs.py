@@ -346,14 +346,16 @@ def _parse_projections(
     return Declaration(kind, f"{label} = {patterns!r}", remark=remark)
 
 
-def remove_declaration(origin: str, config: Config, modelopt: Config | None, format: str) -> Config:
+def remove_declaration(
+    origin: str, config: Config, modelopt_config: Config | None, format: str
+) -> Config:
     """Return a `config.json` without its entries about scales. Entries about weights stay.
 
     Entries that `format` will replace also stay. Raise ScaleError if a remaining entry would be
-    wrong with scales in this format, such as an entry in `modelopt`, ModelOpt's config.
+    wrong with scales in this format, such as an entry in `modelopt_config`.
     """
     config = copy.deepcopy(config)
-    is_same_format = find_declaration(config, modelopt).dialect == format
+    is_same_format = find_declaration(config, modelopt_config).dialect == format
     for _, entries in iterate_configs(config):
         for entry_name in _QUANTIZATION_ENTRIES:
             quant_config = entries.get(entry_name)
@@ -374,7 +376,7 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
                     pop_entries(entries, (entry_name,))  # nothing is quantized
         if not is_same_format:
             pop_entries(entries, _TOP_LEVEL_ENTRIES)
-    remaining = find_declaration(config, modelopt)
+    remaining = find_declaration(config, modelopt_config)
     if not is_same_format and remaining.kind != "none":
         raise ScaleError(
             f"{origin}: expected a checkpoint whose KV scales can be replaced in the format "

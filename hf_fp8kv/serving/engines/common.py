@@ -64,7 +64,7 @@ class EngineCache:
     identity: str  # digest of the model and the options, for a prefix store
     hash_key: bytes  # key of the hash that identifies blocks
     windows: list[int | None]  # window of each kind of layers, in the engine's order
-    _layer_kinds: Mapping[int, int]  # index into `windows`, by layer index
+    _window_indices: Mapping[int, int]  # index into `windows`, by layer index
 
     def prepare(
         self,
@@ -132,7 +132,7 @@ class EngineCache:
         "block_table" if every request of the step decodes.
         """
         index: int = module.layer_idx  # type: ignore[assignment]
-        kind = self._layer_kinds[index]
+        kind = self._window_indices[index]
         if kwargs.get("block_table") is not None:
             work = self._plan_decoding(index, kind, kwargs)
         else:

@@ -64,7 +64,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         stock_init(self, config=config, device=device, dtype=dtype, **kwargs)
         allocators = self.cache_allocators.values()
         self.windows = [getattr(allocator, "sliding_window", None) for allocator in allocators]
-        self._layer_kinds = {
+        self._window_indices = {
             index: allocator.index for index, allocator in self.layer_to_allocator.items()
         }
         pages: dict[int, Pages] = {}
