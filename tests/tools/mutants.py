@@ -427,14 +427,18 @@ MUTANTS = (
     # Captured steps.
     Mutant(
         "repeat: tokens of another layout are written", "cache/layer_store.py",
-        "if record.layout != describe_tokens(key, value):", "if False:",
+        " or record.layout != describe_tokens(key, value):", ":",
         "tests/cache/test_repeated_steps.py",
     ),
     Mutant(
         "repeat: a new block table is ignored", "cache/layer_store.py",
-        "if table is not pages.table or blocks.cached_plan_and_pages is not plan_and_pages:",
-        "if False:",
+        "if positions.version != record.version:", "if False:",
         "tests/cache/test_repeated_steps.py",
+    ),
+    Mutant(
+        "replay: a bound call with an unaligned tensor is replayed", "ops/triton/replay.py",
+        "if result is not _MISALIGNED:", "if True:",
+        "tests/ops/test_replay.py",
     ),
     Mutant(
         "repeat: another call of attention is accepted", "attention/fp8_paged.py",
