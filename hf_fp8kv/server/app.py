@@ -34,10 +34,6 @@ from .token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
-_NOT_STARTED_MESSAGE = (
-    "the engine was not started: the application that mounts this one must start it, with "
-    "FastAPI(lifespan=application.lifespan), or inside `async with application.lifespan():`"
-)
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
 # The page loads nothing from other hosts, and no other page may embed it.
 _PAGE_HEADERS = {
@@ -217,7 +213,13 @@ class Application:
                     headers={"www-authenticate": "Bearer"},
                 )
         if self.engine is None:
-            raise APIError(503, _NOT_STARTED_MESSAGE, code="not_started")
+            raise APIError(
+                503,
+                "the engine was not started: the application that mounts this one must start it, "
+                "with FastAPI(lifespan=application.lifespan), or inside "
+                "`async with application.lifespan():`",
+                code="not_started",
+            )
 
     def _require_engine(self) -> Engine:
         """Return the engine. Raise APIError if it does not accept requests."""

@@ -15,32 +15,23 @@ _MAX_BACKLOG = 128
 _NUM_SPARE_DESCRIPTORS = 32
 
 
-def compute_max_connections() -> int | None:
-    """Return the number of connections for which file descriptors are free. None means no limit.
+def compute_connection_limits() -> tuple[int | None, int]:
+    """Return the maximum numbers of open connections, and of connections in the backlog.
 
-    If a new connection gets no descriptor, Python's event loop logs errors continuously.
+    The first is the number for which file descriptors are free. None means no limit. If a new
+    connection gets no descriptor, Python's event loop logs errors continuously. All connections in
+    the backlog are accepted at once, so they get at most an eighth of the file descriptors.
     """
-    limit = _read_max_descriptors()
-    if limit is None:
-        return None
-    num_used: int = psutil.Process().num_fds()
-    return max(limit - num_used - compute_backlog_size() - _NUM_SPARE_DESCRIPTORS, 1)
-
-
-def compute_backlog_size() -> int:
-    """Return the number of connections that may wait to be accepted. All are accepted at once."""
-    limit = _read_max_descriptors()
-    # Connections in the backlog get at most an eighth of the file descriptors.
-    return _MAX_BACKLOG if limit is None else max(min(_MAX_BACKLOG, limit // 8), 1)
-
-
-def _read_max_descriptors() -> int | None:
     try:
         import resource
     except ImportError:  # Windows
-        return None
+        return None, _MAX_BACKLOG
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
+    if limit == resource.RLIM_INFINITY:
+        return None, _MAX_BACKLOG
+    backlog_size = max(min(_MAX_BACKLOG, limit // 8), 1)
+    num_used: int = psutil.Process().num_fds()
+    return max(limit - num_used - backlog_size - _NUM_SPARE_DESCRIPTORS, 1), backlog_size
 
 
 def make_connection_class(

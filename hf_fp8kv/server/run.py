@@ -20,7 +20,7 @@ from ..errors import ConfigError, EngineError
 from ..prefix.store import flush_stores
 from ..utils.files import check_model_name
 from .app import Application
-from .connections import compute_backlog_size, compute_max_connections, make_connection_class
+from .connections import compute_connection_limits, make_connection_class
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +130,14 @@ class _Server(uvicorn.Server):
     """A server that logs metrics, and stops after a signal when its requests are finished."""
 
     def __init__(self, app: Application, on_ready: Callable[[], None]) -> None:
+        max_connections, backlog_size = compute_connection_limits()
         super().__init__(
             uvicorn.Config(
                 app,
                 http=make_connection_class(
-                    compute_max_connections(), app.config.header_seconds, app.config.client_seconds
+                    max_connections, app.config.header_seconds, app.config.client_seconds
                 ),
-                backlog=compute_backlog_size(),
+                backlog=backlog_size,
                 log_level="info",
                 lifespan="on",
                 ws="none",

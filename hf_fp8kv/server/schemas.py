@@ -186,7 +186,6 @@ _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
 _Prompts = Annotated[
     list[_Prompt | _Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 ]
-_AnyPrompt = Annotated[_Prompt | _Tokens | _Prompts, Field(union_mode="left_to_right")]
 
 
 def _parse_json(value: Any) -> Any:
@@ -274,11 +273,13 @@ def _join_parts(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     texts = [
-        part.get("text")
+        part["text"]
         for part in content
-        if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")
+        if isinstance(part, dict)
+        and part.get("type") in ("text", "input_text", "output_text")
+        and isinstance(part.get("text"), str)
     ]
-    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+    if len(texts) < len(content):
         raise ValueError("text or a list of parts of type 'text', because no images are read")
     return " ".join(texts)
 
@@ -535,7 +536,7 @@ class CompletionBody(Body):
     """POST /v1/completions. The properties mean the same as in a ChatBody."""
 
     forced_tool: ClassVar[None] = None
-    prompt: _AnyPrompt
+    prompt: Annotated[_Prompt | _Tokens | _Prompts, Field(union_mode="left_to_right")]
     add_special_tokens: bool = True
     echo: bool = False
     n: _ChoiceCount = 1

@@ -13,21 +13,13 @@ _Locations = tuple[torch.Tensor, torch.Tensor]  # page and slot of each of n tok
 
 
 class StoredLayer:
-    """One layer of an engine: `pages` in the engine's layout, with the layer's `storage`."""
+    """One layer of an engine: `pages` in the layer's `layout`, with the scales of its `storage`."""
 
     def __init__(
         self, pages: Pages, storage: LayerStorage, layout: EngineLayout, backend: str
     ) -> None:
-        k_plan, v_plan = storage.plan
-        k = pages.k._replace(
-            static_scale=storage.k_scale,
-            format=k_plan.format,
-            rotated=k_plan.rotated,
-            center=storage.center,
-        )
-        v = pages.v._replace(
-            static_scale=storage.v_scale, format=v_plan.format, rotated=v_plan.rotated
-        )
+        k = pages.k._replace(static_scale=storage.k_scale, center=storage.center)
+        v = pages.v._replace(static_scale=storage.v_scale)
         self.pages = pages._replace(k=k, v=v)
         self.plan = storage.plan
         self._layout = layout

@@ -47,20 +47,6 @@ class ServingConfig:
             replace(self.options, page_size=page_size), layers
         )
 
-    def make_storages(
-        self, num_layers: int, num_heads: int, head_dim: int, device: torch.device | str = "cpu"
-    ) -> list[LayerStorage]:
-        """Return the storage of `num_layers` layers, for the `num_heads` KV heads of this process.
-
-        Raises:
-            ConfigError, ScaleError: The plan or the scales lack a layer, or do not fit a layer.
-        """
-        self.options.check_layers(range(num_layers), num_layers)
-        return [
-            make_layer_storage(self.options, index, num_heads, head_dim, device)
-            for index in range(num_layers)
-        ]
-
 
 def make_layer_storage(
     options: CacheOptions, index: int, num_heads: int, head_dim: int, device: torch.device | str

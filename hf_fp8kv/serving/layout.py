@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.options import CacheOptions, check_supported_page_size
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..ops import Pages, StoredSide
@@ -88,28 +87,6 @@ class EngineLayout:
             *self._dtypes,
             has_scales=self._has_token_scales,
         )
-
-
-def make_layouts(
-    options: CacheOptions,
-    num_layers: int,
-    num_heads: int,
-    head_dim: int,
-    page_size: int,
-    dtype: torch.dtype,
-) -> list[EngineLayout]:
-    """Return the layout of each layer, for the options of a cache and an engine's page size.
-
-    Raises:
-        ConfigError: `page_size` is not supported.
-    """
-    advice = "Set ContinuousBatchingConfig(page_size=...), or block_size"
-    check_supported_page_size(page_size, "the engine's page size", advice)
-    is_dynamic = options.has_dynamic_scales
-    return [
-        EngineLayout(num_heads, head_dim, page_size, plan, dtype, is_dynamic)
-        for plan in map(options.get_layer_plan, range(num_layers))
-    ]
 
 
 def view_layers(blocks: torch.Tensor, layouts: Sequence[EngineLayout]) -> list[Pages]:

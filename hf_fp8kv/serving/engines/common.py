@@ -11,12 +11,13 @@ from transformers.generation.continuous_batching.utils import (
 )
 
 from ... import ops
+from ...cache.options import check_supported_page_size
 from ...errors import ConfigError
 from ...modeling.model_support import ATTENTION, ENGINE_ATTRIBUTE
 from ...ops import AttentionSpec, Pages
 from ..attend import StoredLayer
-from ..config import ServingConfig
-from ..layout import make_layouts
+from ..config import ServingConfig, make_layer_storage
+from ..layout import EngineLayout
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, make_decode_work
 
 
@@ -81,16 +82,25 @@ class EngineCache:
         Raises:
             ConfigError, ScaleError, BackendError: The options do not fit the model.
         """
+        check_supported_page_size(
+            page_size,
+            "the engine's page size",
+            "Set ContinuousBatchingConfig(page_size=...), or block_size",
+        )
         options = serving_config.options
         num_all_heads, head_dim = read_kv_sizes(config)
         num_heads = num_all_heads // options.tensor_parallel.size
         self._config = config
-        self._storages = serving_config.make_storages(
-            config.num_hidden_layers, num_heads, head_dim, device
-        )
-        self.page_layouts = make_layouts(
-            options, config.num_hidden_layers, num_heads, head_dim, page_size, dtype
-        )
+        options.check_layers(range(config.num_hidden_layers), config.num_hidden_layers)
+        self._storages = [
+            make_layer_storage(options, index, num_heads, head_dim, device)
+            for index in range(config.num_hidden_layers)
+        ]
+        is_dynamic = options.has_dynamic_scales
+        self.page_layouts = [
+            EngineLayout(num_heads, head_dim, page_size, storage.plan, dtype, is_dynamic)
+            for storage in self._storages
+        ]
         self.page_size = page_size  # in tokens
         self.backend = ops.choose_backend(options.backend, torch.device(device))
         self._step = EngineStep([], page_size)
