@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration.divergence import compute_logits, compute_scores
-from hf_fp8kv.card.caches import CONTENDERS, FLOOR, Contender, States
+from hf_fp8kv.card.caches import CONTENDERS, FLOOR, Contender, KeysAndValues
 from hf_fp8kv.card.long_texts import KINDS, read_texts
 from hf_fp8kv.card.predictions import record_states
 
@@ -85,7 +85,7 @@ def score_context(
         exit_layers: Number of layers of the draft by early exit.
     """
     start = ids.shape[1] - scored
-    states: list[States] = record_states(model, ids[:, :start])
+    states: list[KeysAndValues] = record_states(model, ids[:, :start])
     draft_cache = DynamicCache()
     compute_logits(draft, ids[:, :start], draft_cache, scored=False)
     rounded_q = compute_logits(draft, ids[:, start:], draft_cache, scored=True).softmax(-1)
