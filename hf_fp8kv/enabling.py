@@ -14,7 +14,11 @@ from .attention import capture as capturing
 from .attention import latent
 from .attention.check_model import ModelReport, check_model, find_stock_layers, probe_preallocated
 from .attention.fp8_paged import ROUNDING
-from .attention.switching import get_attn_implementations, set_attn_implementations
+from .attention.switching import (
+    check_no_manager,
+    get_attn_implementations,
+    set_attn_implementations,
+)
 from .cache.cache import NOT_KEPT, FP8PagedCache, MemoryFootprint
 from .calibration.plan_choice import check_bits, freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
@@ -34,7 +38,7 @@ from .ops import choose_backend, load_backend
 from .prefix.generate import get_candidate_generator, prefill, prepare_inputs, prepare_positions
 from .prefix.media import keep_encoder_inputs
 from .prefix.store import PrefixStore
-from .prefix.stored_pages import check_store
+from .prefix.stored_pages import check_store, check_store_type
 from .reproducible.modules import install_deterministic, probe_deterministic, remove_deterministic
 from .reproducible.training import prepare_rounding
 from .scales.kv_scales import StoragePlan, warn_if_stale
@@ -220,6 +224,8 @@ def _check_arguments(
             f"expected a model that can use this cache, got {type(base).__name__}: {reason}. Use "
             "the model without enable()"
         )
+    check_no_manager(base)
+    check_store_type(prefix_store)
     if prefix_store is not None and not reuse_prefix:
         raise ConfigError(
             "prefix_store: expected a call that compares prompts with caches, got "
@@ -260,9 +266,11 @@ def disable(model: _Model) -> _Model:
     """Undo `enable`, if it was called, and return the model.
 
     Raises:
-        ConfigError: The argument is not a model of transformers.
+        ConfigError: The argument is not a model of transformers, or an engine runs the model.
     """
     base = find_generating_model(find_base_model(model, "generate"))
+    if _SAVED_ATTENTION.is_set(base):
+        check_no_manager(base)
     old_attention = _SAVED_ATTENTION.remove(base)
     if old_attention is not None:
         unfreeze_plan(base)

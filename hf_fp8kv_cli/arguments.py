@@ -53,6 +53,7 @@ def make_choice(values: Collection[str], aliases: Mapping[str, str] = {}) -> dic
 
 # Exponents of 1000 or 1024 for the prefixes of a unit.
 _EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_MAX_SIZE = 2**50
 
 
 def parse_size(text: str) -> int:
@@ -62,7 +63,10 @@ def parse_size(text: str) -> int:
         raise typer.BadParameter(f"expected a size such as 8GiB or 500MB, got {text!r}")
     number, prefix, binary_mark = match.groups()
     base = 1024 if binary_mark else 1000
-    return int(float(number) * base ** _EXPONENTS[prefix.lower()])
+    num_bytes = int(float(number) * base ** _EXPONENTS[prefix.lower()])
+    if num_bytes > _MAX_SIZE:
+        raise typer.BadParameter(f"expected at most 1 PiB, got {text!r}")
+    return num_bytes
 
 
 def parse_scales(text: str) -> str | float:

@@ -62,12 +62,14 @@ def generate(
         "top_p": None,
         "top_k": None,
     }
-    if prompt == "-":
-        from hf_fp8kv.errors import ConfigError
-        from hf_fp8kv.utils.files import convert_read_errors
+    from hf_fp8kv.errors import ConfigError
 
-        with convert_read_errors("stdin", "text in UTF-8", ConfigError):
+    try:
+        if prompt == "-":
             prompt = sys.stdin.read().strip()
+        (prompt or "").encode()  # fails for bytes that Python replaced in stdin or in an argument
+    except UnicodeError as error:
+        raise ConfigError(f"prompt: expected text in UTF-8, got other bytes: {error}") from error
     _compare(
         prompt,
         model,

@@ -378,7 +378,16 @@ def test_a_stock_cache_warns_that_nothing_is_stored_in_8_bits(
     model.generate(**inputs, **GREEDY)
     model.generate(**inputs, **GREEDY)
     (message,) = caplog.messages
-    assert "nothing is stored in 8 bits. Call hf_fp8kv.enable(model)" in message
+    assert "stores nothing in 8 bits. After hf_fp8kv.enable(model)" in message
+
+
+@pytest.mark.parametrize("enable_model", [enable, serving.enable])
+def test_a_path_as_prefix_store_is_refused_before_a_plan_is_chosen(
+    model: Any, enable_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"expected an hf_fp8kv\.PrefixStore"):
+        enable_model(model, prefix_store="folder")
+    assert not caplog.messages
 
 
 def test_a_dtype_may_be_positional_and_a_wrong_keyword_gets_a_suggestion(

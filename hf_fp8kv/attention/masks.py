@@ -26,8 +26,9 @@ from .model_quirks import adds_mask, needs_mask
 
 Tensor = torch.Tensor
 _STOCK_WARNING = (
-    "attn_implementation='fp8_paged' got a cache of transformers, so nothing is stored in 8 bits. "
-    "Call hf_fp8kv.enable(model), or pass hf_fp8kv.FP8PagedCache(model) as the cache"
+    "attn_implementation='fp8_paged' got a cache of transformers, which stores nothing in 8 bits. "
+    "After hf_fp8kv.enable(model), generate() makes 8-bit caches. Pass "
+    "hf_fp8kv.FP8PagedCache(model) to other calls"
 )
 _AND_CODE = and_masks().__code__
 _WINDOW_CODE = sliding_window_overlay(1).__code__

@@ -1,12 +1,18 @@
-"""Read a model's attention implementation, and replace it temporarily."""
+"""Read a model's attention implementation, and replace it temporarily.
+
+The engines of continuous batching replace it while they run.
+"""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
+from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION, DETERMINISTIC
 from .fp8_paged import ROUNDING, fp8_paged_attention
 from .masks import fp8_paged_mask
@@ -96,3 +102,20 @@ def paged_attention(model: PreTrainedModel, name: str = ATTENTION) -> Iterator[N
         yield
     finally:
         set_attn_implementations(model, old_implementations)
+
+
+def find_managers(model: Any) -> list[ContinuousBatchingManager]:
+    """Return the running managers of a model, both transformers' managers and `FP8Manager`s."""
+    targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
+    owners = [getattr(target, "__self__", None) for target in targets]
+    managers = [owner for owner in owners if isinstance(owner, ContinuousBatchingManager)]
+    return [manager for manager in managers if manager.model is model]
+
+
+def check_no_manager(model: Any) -> None:
+    """Raise ConfigError while a manager runs, because each step uses the model's attention."""
+    if find_managers(model):
+        raise ConfigError(
+            "expected a model without a running engine, got one with a running "
+            "ContinuousBatchingManager, whose attention would change. Call its stop() first"
+        )

@@ -621,6 +621,7 @@ class FP8PagedCache(DynamicCache):
         Raises:
             ConfigError: A layer of transformers has a state other than keys and values, or an error
                 has interrupted the last step.
+            OSError: The file cannot be written. An older file at `path` stays.
         """
         return serialization.save(self._paged, self.stock_layers, self._get_history(), path)
 

@@ -23,6 +23,15 @@ from .file import StoredPage, chain_keys
 from .store import PrefixStore
 
 
+def check_store_type(store: object) -> None:
+    """Raise ConfigError for an object that is neither a `PrefixStore` nor None."""
+    if store is not None and not isinstance(store, PrefixStore):
+        raise ConfigError(
+            f"prefix_store: expected an hf_fp8kv.PrefixStore, got {store!r}. Make one with "
+            "PrefixStore(path)"
+        )
+
+
 def check_store(store: object, options: CacheOptions, config: Any, cache: Any = None) -> None:
     """Raise ConfigError unless the store can hold pages of a model with this config.
 
@@ -30,9 +39,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     """
     layers = [] if cache is None else cache.layers
     problem = ""
-    if not isinstance(store, PrefixStore):
-        problem = f"an hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
-    elif options.tensor_parallel.size > 1:
+    if options.tensor_parallel.size > 1:
         problem = "a model in one process, got a tensor-parallel model"
     elif cache is not None and cache.is_open_ended:
         problem = "a cache with a config, got none. Pass the model's config to the cache"

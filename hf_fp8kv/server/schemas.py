@@ -354,7 +354,11 @@ def _wrap_input(value: Any) -> Any:
     """Return a list of items for an input that is a text or a single item."""
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
-    return [value] if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("a string with at least 1 character or a list")
+    return value
 
 
 class JSONSchema(_StrictModel):
@@ -431,7 +435,7 @@ class Body(_StrictModel):
     top_k: _MinusOneOrMore | None = None  # -1 means all tokens
     min_p: _Fraction | None = None
     seed: Annotated[int, Field(ge=-_MAX_INT64 - 1, le=_MAX_INT64)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     # The number is limited because each bias slows the steps of all requests.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
+from ..attention.switching import find_managers
 from ..cache.plans import Plan
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
@@ -21,14 +22,14 @@ from ..modeling.model_support import find_base_model
 from ..modeling.tensor_parallel import tensor_parallel
 from ..ops import choose_backend, load_backend
 from ..prefix.store import PrefixStore
-from ..prefix.stored_pages import check_store
+from ..prefix.stored_pages import check_store, check_store_type
 from ..reproducible.modules import install_deterministic, probe_deterministic, remove_deterministic
 from ..scales.kv_scales import KVScales, warn_if_stale
 from ..utils.text import suggest
 from .config import ServingConfig
 from .engines import StockManager, make_cache_class
 from .engines.common import EngineCache
-from .fp8_manager import ManagerFactory, find_factory, find_managers
+from .fp8_manager import ManagerFactory, find_factory
 from .probe import check_packing, read_layer_windows
 from .usage import Usage, read_usage
 
@@ -129,6 +130,7 @@ def enable(
                 f"engine overwrites the pages of windows, got {type(base).__name__}. Omit {name}, "
                 "or use generate() with enable()"
             )
+    check_store_type(prefix_store)
     keywords = resolve_plan(
         base,
         {

@@ -325,13 +325,6 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         return processor
 
 
-def find_managers(model: Any) -> list[Any]:
-    """Return the running managers of a model, both transformers' managers and `FP8Manager`s."""
-    targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
-    owners = [getattr(target, "__self__", None) for target in targets]
-    return [owner for owner in owners if isinstance(owner, StockManager) and owner.model is model]
-
-
 @contextmanager
 def use_engine_attention(model: Any) -> Iterator[None]:
     """Use the attention "fp8_paged" until the last such `with` block ends, in any thread."""

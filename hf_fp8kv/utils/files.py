@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..errors import ConfigError, FP8KVError, OutOfPagesError, ScaleError
 from .text import format_value
@@ -135,7 +135,10 @@ def write_atomically(
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             if callable(content):
-                content(partial_files[path])
+                try:
+                    content(partial_files[path])
+                except SafetensorError as error:  # for example if the disk is full
+                    raise OSError(f"{path}: expected to write a file, got {error}") from error
             else:
                 with partial_files[path].open("xb") as file:  # fails for an existing link
                     file.write(content)

@@ -16,11 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import DeepseekV32Config
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, OutOfPagesError
+from hf_fp8kv.cache import serialization
 from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.utils.digests import compute_digest
 from tests.data.caches.make import CASES, append_tokens, continue_cache, make_cache, make_config
@@ -366,6 +367,14 @@ def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None
     make_cache("empty").save(tmp_path / "cache")
     assert victim.read_text() == "precious"
     assert not any((tmp_path / name).is_symlink() for name in file_names)
+
+
+def test_a_full_disk_raises_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full_disk = SafetensorError("I/O error: No space left on device")
+    monkeypatch.setattr(serialization, "save_file", mock.Mock(side_effect=full_disk))
+    with pytest.raises(OSError, match="No space left"):
+        make_cache("empty").save(tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

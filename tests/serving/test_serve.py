@@ -229,6 +229,8 @@ INVALID_REQUESTS = [
     (COMPLETIONS, "prompt", 400, {"prompt": ["x"] * 40, "n": 30}),
     (RESPONSES, "text.verbosity", 400, {"text": {"verbosity": "low"}}),
     (RESPONSES, "input[0].type", 400, {"input": [{"type": []}]}),
+    (RESPONSES, "input", 400, {"input": ""}),
+    (CHAT, "repetition_penalty", 400, {"repetition_penalty": 1e-38}),  # overflows float32
 ]  # fmt: skip
 
 

@@ -15,7 +15,16 @@ from transformers import CompileConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, input_outputs
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
-from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
+from hf_fp8kv import (
+    BackendError,
+    ConfigError,
+    FP8PagedCache,
+    KVScales,
+    ScaleError,
+    disable,
+    enable,
+    serving,
+)
 from hf_fp8kv.attention.masks import fp8_paged_mask
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.exact_states import exact_states
@@ -640,6 +649,17 @@ def test_a_stopping_manager_leaves_other_managers_running(llama: Any) -> None:
 def test_an_empty_prompt_does_not_affect_other_requests(served_llama: Any) -> None:
     (expected,) = generate_batch(served_llama, [[5, 6]])
     assert generate_batch(served_llama, [[], [5, 6]])[1] == expected
+
+
+def test_disable_refuses_a_model_that_an_engine_runs() -> None:
+    model = build_variant("llama", attn_implementation="sdpa")[0]
+    enable(model, dtype="model")
+    serving.enable(model)
+    with run_manager(model.init_continuous_batching(make_greedy_config(), make_batching_config())):
+        for change_attention in (disable, enable):
+            with pytest.raises(ConfigError, match="running"):
+                change_attention(model)
+    assert disable(model).config._attn_implementation == "sdpa"
 
 
 def test_enable_refuses_a_model_with_a_running_stock_manager() -> None:
