@@ -220,6 +220,7 @@ class Settings(_StrictModel):
     temperature: _Temperature | None = None
     top_p: _PositiveFraction | None = None
     top_k: _Token | None = None
+    min_p: _Fraction | None = None
     max_new_tokens: _Count | None = None
     # -1 means no token.
     eos_token_id: (

@@ -299,8 +299,8 @@ def test_tools_are_shown_only_by_templates_that_render_them(folder, template, ex
     assert template_shows_tools(tokenizer) is expected
 
 
-def test_a_generation_config_with_default_values_is_accepted(server):
-    config = GenerationConfig(do_sample=False, max_new_tokens=3, num_beams=1, pad_token_id=0)
+def test_a_generation_config_of_transformers_is_accepted(server):
+    config = GenerationConfig(max_new_tokens=3, min_p=0.5, num_beams=1, pad_token_id=0)
     request = make_chat(generation_config=config.to_json_string())
     del request["max_tokens"]
     assert server.answer(CHAT, **request)["usage"]["completion_tokens"] == 3
