@@ -306,11 +306,8 @@ def _find_plan(
         is_split = not must_choose and (is_split or _is_split(model))
         facts = (_compute_key(model, bits), find_input_device(model).type, is_split)
         key = compute_digest(facts, passes)
-        accepted_keys = (
-            key,
-            compute_digest(facts, PassLimits()),
-        )  # a plan of dtype="adaptive" is kept
-        if choice.key not in accepted_keys or (must_choose and choice.plan is None):
+        requested_key = compute_digest(facts, PassLimits())  # a plan of dtype="adaptive" is kept
+        if choice.key not in (key, requested_key) or (must_choose and choice.plan is None):
             if is_split:
                 raise ConfigError("the model is split over processes")
             if passes is None:
