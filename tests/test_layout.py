@@ -35,10 +35,10 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". Only an issue may raise a budget.
 BUDGETS = {
-    "__init__": 31, "attention": 1353, "cache": 2048, "calibration": 971, "card": 562, "cli": 696,
-    "enabling": 245, "errors": 23, "formats": 198, "modeling": 479, "ops": 3021, "paging": 1098,
-    "prefix": 1073, "reproducible": 347, "scales": 1618, "server": 2448, "serving": 1194,
-    "utils": 446, "vllm": 519,
+    "__init__": 31, "attention": 1366, "cache": 2048, "calibration": 971, "card": 562, "cli": 701,
+    "enabling": 249, "errors": 23, "formats": 198, "modeling": 479, "ops": 3021, "paging": 1098,
+    "prefix": 1075, "reproducible": 347, "scales": 1618, "server": 2453, "serving": 1191,
+    "utils": 448, "vllm": 519,
 }  # fmt: skip
 
 
