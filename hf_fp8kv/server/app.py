@@ -42,10 +42,10 @@ _PAGE_HEADERS = {
 }
 _OPEN_PATHS = ("/", "/health")  # paths that need no API key
 _CLIENT_LEFT_STATUS = 499  # as in nginx's log
-_NUM_SHORT_JOBS = 8  # number of threads for bodies that are not large, and for responses
+_LONG_BODY_SIZE = 100_000  # bytes
+_NUM_SHORT_JOBS = 8  # number of threads for bodies that are not long, and for responses
 # A body is large if it has more than this fraction of the maximum size. At most this number of
-# requests with large bodies are handled at once, so that other requests always fit into memory, and
-# do not wait for the thread that parses and tokenizes large bodies.
+# requests with large bodies are handled at once, so that other requests always fit into memory.
 _LARGE_FRACTION = 1 / 16
 _MAX_LARGE_BODIES = 16
 # Keys of a request's scope: an ExitStack, which is closed after the response, and a timeout, which
@@ -101,9 +101,9 @@ class Application:
             self.metrics = metrics
             self._choice_maker = ChoiceMaker(served_model, engine, self.config.seed)
             self._large_bodies = asyncio.Semaphore(_MAX_LARGE_BODIES)
-            # One thread limits the memory and the cores for large bodies: parsing takes many times
+            # One thread limits the memory and the cores for long bodies: parsing takes many times
             # the memory of a body, and tokenizing takes half a kilobyte per token.
-            self._large_pool = JobPool("large bodies", 1)
+            self._long_pool = JobPool("long bodies", 1)
             self._short_pool = JobPool("short jobs", _NUM_SHORT_JOBS)
             self.is_stopping = False
             self.engine = engine
@@ -115,7 +115,7 @@ class Application:
                 self.is_stopping = True
                 has_ended = self.engine.stop(self.config.stop_seconds)
                 self.engine = None
-                pools = (self._choice_maker.grammars.pool, self._large_pool, self._short_pool)
+                pools = (self._choice_maker.grammars.pool, self._long_pool, self._short_pool)
                 self.is_busy = not has_ended or any(pool.num_running for pool in pools)
                 for pool in pools:
                     pool.close()
@@ -247,6 +247,9 @@ class Application:
         media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if media_type != "application/json":
             raise APIError(415, f"content-type: expected application/json, got {media_type!r:.100}")
+        length = request.headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
+            raise _make_size_error(limit)
         seconds = min(self.config.body_seconds, self.config.client_seconds)
         content = bytearray()
         is_large = False
@@ -255,9 +258,7 @@ class Application:
                 async for chunk in request.stream():
                     content += chunk
                     if len(content) > limit:
-                        raise APIError(
-                            413, f"expected a body of at most {limit} bytes", code="too_large"
-                        )
+                        raise _make_size_error(limit)
                     if len(content) > self._large_size and not is_large:
                         await self._admit_large_body(request)
                         is_large = True
@@ -349,7 +350,7 @@ class Application:
         choices: list[Choice] = []
         watcher = asyncio.create_task(_watch_client(request, choices))
         exit_stack.callback(watcher.cancel)
-        pool = self._large_pool if len(content) > self._large_size else self._short_pool
+        pool = self._long_pool if len(content) > _LONG_BODY_SIZE else self._short_pool
         body, name = await pool.run(self._parse_body, body_type, content)
         del content  # the request may wait for a long time
         guide = await self._choice_maker.grammars.compile(body)
@@ -417,6 +418,10 @@ async def _make_error_response(request: Request, error: Exception) -> Response:
         logger.error("%s %s", request.method, request.url.path, exc_info=error)
         error = APIError(500, INTERNAL_MESSAGE)
     return error.to_response()
+
+
+def _make_size_error(limit: int) -> APIError:
+    return APIError(413, f"expected a body of at most {limit} bytes", code="too_large")
 
 
 def _get_path(scope: Scope) -> str:

@@ -303,6 +303,7 @@ class RunningRequest:
             self._metrics.record_end(sequence)
             self._queue_parts(choice, decoder.finish())
         is_guide_complete = sequence.guide is not None and sequence.guide.is_complete
+        is_guide_complete &= sequence.max_new_tokens > 0
         if decoder.is_stopped or is_guide_complete or last_token in sequence.end_tokens:
             choice.finish_reason = "tool_calls" if decoder.num_calls else "stop"
         else:

@@ -231,6 +231,7 @@ class Engine:
         """
         logprobs = [TokenLogprob(prompt[0], None, ())]
         async with self._scoring_lock:
+            self._require_alive()
             cache = self._manager.make_cache()
             for start in range(0, len(prompt) - 1, _SCORING_CHUNK_TOKENS):
                 tokens = prompt[start : start + _SCORING_CHUNK_TOKENS + 1]

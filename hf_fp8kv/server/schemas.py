@@ -270,9 +270,11 @@ class Tool(_OpenModel):
 
 
 def _join_parts(content: Any) -> Any:
-    """Return the text of a list of text parts. Return other values unchanged."""
-    if not isinstance(content, list):
+    """Return the text of a list of text parts. Return texts and None unchanged."""
+    if content is None or isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise ValueError("text, or a list of parts")
     texts = [
         part["text"]
         for part in content

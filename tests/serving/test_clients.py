@@ -23,7 +23,7 @@ from tests.helpers.serve_process import (
 
 pytestmark = pytest.mark.text
 
-pytest.importorskip("fastapi", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("llguidance", reason="needs the extra serve")
 from openai.types import Completion  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402

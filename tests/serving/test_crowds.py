@@ -23,7 +23,7 @@ from tests.helpers.serve_process import (
 
 pytestmark = pytest.mark.text
 
-pytest.importorskip("fastapi", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("llguidance", reason="needs the extra serve")
 from hf_fp8kv.serving.engines.noise import make_gumbel_noise, make_noise_key  # noqa: E402
 

@@ -36,7 +36,7 @@ from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
 
-pytest.importorskip("fastapi", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="needs the extra serve")
 from transformers.cli.serving.utils import build_response_parser  # noqa: E402
 
 from hf_fp8kv.server import sampling  # noqa: E402

@@ -20,7 +20,7 @@ from tests.helpers.serve_process import (
     read_answer,
 )
 
-pytest.importorskip("fastapi", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="needs the extra serve")
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient

@@ -19,7 +19,7 @@ from tests.helpers.serve_process import (
 
 pytestmark = pytest.mark.text
 
-pytest.importorskip("fastapi", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="needs the extra serve")
 from hf_fp8kv.server import metrics, sampling  # noqa: E402
 
 

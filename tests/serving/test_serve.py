@@ -57,7 +57,7 @@ def import_required(name: str) -> types.ModuleType:
     return pytest.importorskip(name, reason="needs the extra serve")
 
 
-openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
+openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "starlette"))
 bind_socket = import_required("hf_fp8kv.server.server_config").bind_socket
 schemas = import_required("hf_fp8kv.server.schemas")
 engine = import_required("hf_fp8kv.server.engine")
@@ -356,6 +356,15 @@ def test_a_request_with_a_bad_chunk_has_one_response(server):
             b"transfer-encoding: chunked\r\n\r\nnot a length\r\n"
         )
         assert re.findall(rb"HTTP/1.1 (\d+)", client.makefile("rb").read()) == [b"400"]
+
+
+def test_a_declared_body_that_is_too_large_is_refused_unread(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(
+            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"expect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n"
+        )
+        assert client.recv(4000).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.helpers.serve_process import (
 
 pytestmark = pytest.mark.text
 
-pytest.importorskip("fastapi", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="needs the extra serve")
 llguidance = pytest.importorskip("llguidance", reason="needs the extra serve")
 from hf_fp8kv.server import engine  # noqa: E402
 from hf_fp8kv.server import structured as grammars  # noqa: E402
