@@ -8,7 +8,7 @@ meta tensors, tensor subclasses, or autograd.
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, OutOfPagesError
 from .backends import DETERMINISTIC_BACKENDS, DEVICE_CHECK_BACKENDS, SCHEDULE_BACKENDS, load_backend
-from .pages import PAGE_FIELDS, AttentionSpec, Pages, flatten, unflatten
+from .pages import PAGE_FIELDS, AttentionSpec, Pages, StoredSide, flatten, unflatten
 from .sizes import check_sizes
 
 # Backend for fake and meta tensors. It checks sizes, and returns tensors without values.
@@ -30,6 +30,19 @@ _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 # Functions of the operations for the dispatcher, by the dispatcher's names of the operations.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
+_SIDE_TYPES = typing.get_type_hints(StoredSide).values()
+_PAGE_HINTS = typing.get_type_hints(Pages)
+# Types of the schema's arguments for the fields of the named tuples, in the order of `flatten`.
+_RECORD_TYPES: dict[str, dict[str, Any]] = {
+    "spec": typing.get_type_hints(AttentionSpec),
+    "pages": dict(
+        zip(
+            PAGE_FIELDS,
+            [*_SIDE_TYPES, *_SIDE_TYPES, *(_PAGE_HINTS[field] for field in Pages._fields[2:])],
+            strict=True,
+        )
+    ),
+}
 
 
 def _register_operation(function: _Operation) -> _Operation:
@@ -50,11 +63,11 @@ def _register_operation(function: _Operation) -> _Operation:
         for parameter in parameters
         if parameter.default is not parameter.empty
     }
-    plain_names = [field for field in argument_names if not hasattr(hints[field], "_fields")]
-    record_names = [record for record in ("spec", "pages") if record in hints]
-    types: dict[str, Any] = {}
-    for field in plain_names + record_names:
-        types.update(_flatten_hint(field, hints[field]))
+    plain_names = [field for field in argument_names if field not in _RECORD_TYPES]
+    record_names = [record for record in _RECORD_TYPES if record in hints]
+    types: dict[str, Any] = {field: hints[field] for field in plain_names}
+    for record in record_names:
+        types |= _RECORD_TYPES[record]
 
     def run(*args: Any, **overrides: Any) -> Any:
         arguments = dict(zip(plain_names, args, strict=False))
@@ -96,17 +109,6 @@ def _register_operation(function: _Operation) -> _Operation:
         return operation(*flat_arguments)
 
     return cast(_Operation, call)
-
-
-def _flatten_hint(name: str, type_: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and the type of each schema argument, such as `k_format` for `k.format`."""
-    if not hasattr(type_, "_fields"):
-        yield prefix + name, type_
-        return
-    hints = typing.get_type_hints(type_)
-    inner_prefix = "" if type_ in (Pages, AttentionSpec) else f"{prefix}{name}_"
-    for field in type_._fields:
-        yield from _flatten_hint(field, hints[field], inner_prefix)
 
 
 @_register_operation

@@ -32,7 +32,7 @@ class StoredSide(NamedTuple):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether each token and head has its own scale, in `Pages.token_scales`."""
+        """Whether each token and head has its own scale, in `Pages.regions`."""
         return self.format != AUTO and self.static_scale is None
 
 
@@ -71,7 +71,7 @@ class Pages(_PageFields):
             fields of the tuple, and `_replace` drops them.
         attributes: Cached fields under the names of `PagedKV`, or None.
         launch_properties: Cached properties for recorded launches (`triton.replay`), or None.
-        record: The last decode step (`cache.layer_store.DecodeRecord`), or None.
+        record: The last decode step (`cache.layer_storage.DecodeRecord`), or None.
     """
 
     sizes: tuple[int, int, int, int, int, torch.device] | None = None
@@ -97,27 +97,15 @@ class Pages(_PageFields):
         )
 
     @cached_property
-    def _regions(self) -> dict[str, Tensor]:
-        return self.layout.split(self.block)
+    def regions(self) -> dict[str, Tensor]:
+        """Views of the first block by the names in `PageLayout`.
 
-    @property
-    def k_codes(self) -> Tensor:
-        """Codes of K in the first block, a view, `[n, Hkv, S, Ck]`. See `PageLayout`."""
-        return self._regions["k"]
-
-    @property
-    def v_codes(self) -> Tensor:
-        """Codes of V in the first block, a view, `[n, Hkv, Cv, S]`."""
-        return self._regions["v"]
-
-    @property
-    def token_scales(self) -> Tensor | None:
-        """Dynamic scales in the first block, a view, `[n, Hkv, S, 2]`, bfloat16, or None.
-
-        The scales of K and V of a token and head form one 32-bit word, which a kernel loads at
-        once. If only one side has dynamic scales, half of the word is unused.
+        "k" are codes of K, `[n, Hkv, S, Ck]`, and "v" codes of V, `[n, Hkv, Cv, S]`.
+        "token_scales", `[n, Hkv, S, 2]`, bfloat16, exist only with dynamic scales. The scales of K
+        and V of a token and head form one 32-bit word, which a kernel loads at once. If only one
+        side has dynamic scales, half of the word is unused.
         """
-        return self._regions.get("token_scales")
+        return self.layout.split(self.block)
 
 
 class AttentionSpec(NamedTuple):

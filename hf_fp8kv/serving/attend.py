@@ -167,9 +167,9 @@ def _copy_tokens(
     """Copy the bytes of stored tokens from `source_locations` to `target_locations`."""
     page_indices, slots = source_locations
     target_pages, target_slots = target_locations
-    target.k_codes[target_pages, :, target_slots] = source.k_codes[page_indices, :, slots]
-    target.v_codes[target_pages, :, :, target_slots] = source.v_codes[page_indices, :, :, slots]
-    if source.token_scales is not None and target.token_scales is not None:
-        target.token_scales[target_pages, :, target_slots] = source.token_scales[
-            page_indices, :, slots
-        ]
+    for name, region in source.regions.items():
+        target_region = target.regions[name]
+        if name == "v":  # slots are the last axis
+            target_region[target_pages, :, :, target_slots] = region[page_indices, :, :, slots]
+        else:
+            target_region[target_pages, :, target_slots] = region[page_indices, :, slots]

@@ -88,7 +88,7 @@ def drop_mask(function):
 def flip_bit(function):
     def write_and_flip(pages, *args, **kwargs):
         function(pages, *args, **kwargs)
-        pages.v_codes.view(torch.uint8)[-1, -1, -1, -1] ^= 1
+        pages.regions["v"].view(torch.uint8)[-1, -1, -1, -1] ^= 1
 
     return write_and_flip
 

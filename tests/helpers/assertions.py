@@ -29,8 +29,6 @@ def assert_same_bytes(actual: torch.Tensor, expected: torch.Tensor, label: Any =
 
 def assert_same_pool(actual: Any, expected: Any, label: Any = "") -> None:
     """Assert that two `Pages` hold the same bytes: codes of K and V, and dynamic scales."""
-    for field in ("k_codes", "v_codes", "token_scales"):
-        actual_region, expected_region = (getattr(pages, field) for pages in (actual, expected))
-        assert (actual_region is None) == (expected_region is None), f"{label} {field}"
-        if actual_region is not None:
-            assert_same_bytes(actual_region, expected_region, f"{label} {field}")
+    assert actual.regions.keys() == expected.regions.keys(), label
+    for name, region in actual.regions.items():
+        assert_same_bytes(region, expected.regions[name], f"{label} {name}")

@@ -25,8 +25,8 @@ def replace_codes(pages: Pages, side: str, index: Any, codes: Any) -> None:
 
 def _find_region(pages: Pages, side: str) -> tuple[torch.Tensor, torch.dtype]:
     if side == "k":
-        return pages.k_codes, pages.k_dtype
-    return pages.v_codes.mT, pages.v_dtype
+        return pages.regions["k"], pages.k_dtype
+    return pages.regions["v"].mT, pages.v_dtype
 
 
 def round_up_head_size(head_size: int, format_name: str) -> int:

@@ -75,12 +75,11 @@ class Case(test_ops.Case):
 def make_noise_pages(case: Case) -> Pages:
     """Return pages with random bytes. The first and the last page are not in any table."""
     pages = make_pages(case)
-    for region in (pages.k_codes, pages.v_codes, pages.token_scales):
-        if region is not None:
-            region.view(torch.uint8).random_(256)
+    for region in pages.regions.values():
+        region.view(torch.uint8).random_(256)
     num_columns = -(-case.stop // case.page_size) + case.num_extra_columns
     shape = len(case.lengths), num_columns
-    inner_pages = 1 + torch.randperm(len(pages.k_codes) - 2)
+    inner_pages = 1 + torch.randperm(len(pages.block) - 2)
     table = inner_pages[: math.prod(shape)].view(shape).int()
     table[:, : case.num_freed_pages] = -1
     return pages._replace(table=table)
@@ -104,6 +103,7 @@ def make_lengths(case: Case) -> Tensor:
 def compute_expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
     """Return the pages after the write, computed token by token."""
     new_pages = map_pages(torch.clone, pages)
+    regions = new_pages.regions
     k, k_scales = reference.quantize(key, pages.k, search=True)
     v, v_scales = reference.quantize(value, pages.v, search=False)
     for row, length in enumerate(case.lengths):
@@ -112,11 +112,11 @@ def compute_expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pa
             page = pages.table[row, column] if column < pages.table.shape[1] else -1
             if length + token >= case.limit or page < 0:
                 continue
-            new_pages.k_codes[page, :, slot] = pack_codes(k[row, :, token], pages.k_dtype)
-            new_pages.v_codes[page, :, :, slot] = pack_codes(v[row, :, token], pages.v_dtype)
+            regions["k"][page, :, slot] = pack_codes(k[row, :, token], pages.k_dtype)
+            regions["v"][page, :, :, slot] = pack_codes(v[row, :, token], pages.v_dtype)
             for side_index, scales in enumerate((k_scales, v_scales)):
-                if new_pages.token_scales is not None and scales is not None:
-                    new_pages.token_scales[page, :, slot, side_index] = scales[row, :, token]
+                if scales is not None:
+                    regions["token_scales"][page, :, slot, side_index] = scales[row, :, token]
     return new_pages
 
 
@@ -300,8 +300,8 @@ GATHER_ARGUMENTS = pairwise(
 def test_gather_decodes_all_bytes(case):
     """Pages hold random bytes, so all codes occur, including NaN and infinity."""
     pages = make_noise_pages(case)
-    if pages.token_scales is not None:
-        pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
+    if (scales := pages.regions.get("token_scales")) is not None:
+        scales.copy_(torch.randn(scales.shape))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     stored = (
         split_into_blocks(pages, device=DEVICE) if case.page_size == 6 else copy_to_device(pages)

@@ -202,8 +202,8 @@ def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
     for name, side in (("k", pages.k), ("v", pages.v)):
         nan = math.nan if side.format == AUTO else get_nan_code(side.format)
         replace_codes(pages, name, (page, slice(None), slot), nan)
-    if pages.token_scales is not None:
-        pages.token_scales[page, :, slot] = math.nan
+    if "token_scales" in pages.regions:
+        pages.regions["token_scales"][page, :, slot] = math.nan
 
 
 def attend(case: Case, pages: Pages, query: Tensor, backend: str, **fields: Any) -> Tensor:
@@ -670,11 +670,11 @@ def to_comparable_bytes(x: Tensor, name: str) -> Tensor:
 
 def assert_same_pages(actual: Pages, expected: Pages) -> None:
     """Assert that pages hold the same codes and scales. A NaN may have either sign."""
-    formats = {"k_codes": actual.k.format, "v_codes": actual.v.format, "token_scales": AUTO}
-    for field, name in formats.items():
-        regions = [getattr(pages, field) for pages in (actual, expected)]
-        if regions[0] is not None:
-            assert_same(*(to_comparable_bytes(region, name) for region in regions), field)
+    formats = {"k": actual.k.format, "v": actual.v.format, "token_scales": AUTO}
+    assert actual.regions.keys() == expected.regions.keys()
+    for name in actual.regions:
+        regions = [pages.regions[name] for pages in (actual, expected)]
+        assert_same(*(to_comparable_bytes(region, formats[name]) for region in regions), name)
 
 
 def check_written(case: Case, key: Tensor, backend: str) -> None:

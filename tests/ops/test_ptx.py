@@ -61,7 +61,8 @@ def check_gather() -> None:
     case = writing.Case(lengths=(5, 37), page_size=16, center=True)
     pages = writing.make_noise_pages(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
+    scales = pages.regions["token_scales"]
+    scales.copy_(torch.randn(scales.shape))
     arguments = (pages, lengths, "k", 0, 38, torch.float32, True)
     expected = reference.gather(*arguments)
     torch.testing.assert_close(gather(*arguments), expected, rtol=0, atol=0, equal_nan=True)

@@ -39,8 +39,10 @@ class SidePointers(NamedTuple):
 
 def make_pointers(pages: Pages, side: str) -> SidePointers:
     """Return the tensors of side "k" or "v"."""
-    stored_side, codes = (pages.k, pages.k_codes) if side == "k" else (pages.v, pages.v_codes)
-    return SidePointers(pages.offsets, codes, stored_side.static_scale, stored_side.center)
+    stored_side = pages.k if side == "k" else pages.v
+    return SidePointers(
+        pages.offsets, pages.regions[side], stored_side.static_scale, stored_side.center
+    )
 
 
 class AttentionTensors(NamedTuple):
@@ -301,11 +303,12 @@ def prepare_arguments(
         is_latent=spec.latent,
         is_packed=min(k_codec.bits, v_codec.bits) < 8,
     )
+    has_token_scales = pages.k.is_dynamic or pages.v.is_dynamic
     tensors = AttentionTensors(
         query=query,
         k=k,
         v=v,
-        token_scales=pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None,
+        token_scales=pages.regions["token_scales"] if has_token_scales else None,
         table=pages.table,
         lengths=lengths,
         mask=mask,

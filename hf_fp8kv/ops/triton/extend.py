@@ -98,10 +98,11 @@ def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pag
     )
     launch(
         _widen_codes, (num_heads, num_columns, batch), make_pointers(pages, "k"),
-        make_pointers(pages, "v"), pages.token_scales, pages.table, args.tensors.lengths,
-        make_pointers(wide_pages, "k"), make_pointers(wide_pages, "v"), wide_pages.token_scales,
-        table, layout.size, pages.table.stride(0), PAGE_SIZE=page_size, K_SIZE=page_size * dims[0],
-        V_SIZE=page_size * dims[1], K_DIM=dims[0], HEAD_BYTES=pages.layout.head_bytes,
+        make_pointers(pages, "v"), pages.regions.get("token_scales"), pages.table,
+        args.tensors.lengths, make_pointers(wide_pages, "k"), make_pointers(wide_pages, "v"),
+        wide_pages.regions.get("token_scales"), table, layout.size, pages.table.stride(0),
+        PAGE_SIZE=page_size, K_SIZE=page_size * dims[0], V_SIZE=page_size * dims[1], K_DIM=dims[0],
+        HEAD_BYTES=pages.layout.head_bytes,
         WIDE_HEAD_BYTES=layout.head_bytes, K_CODEC=codecs[0], V_CODEC=codecs[1],
         SLOTS_WIDTH=next_power_of_2(page_size), num_warps=4,
     )  # fmt: skip
@@ -120,7 +121,7 @@ def _widen_codes(
 
     Args:
         k, v, wide_k, wide_v: Pointers to pages and to widened pages, see `SidePointers`.
-        scales_ptr, wide_scales_ptr: See `Pages.token_scales`.
+        scales_ptr, wide_scales_ptr: See `Pages.regions`.
         table_ptr, table_stride: Block table, `[B, M]`, int32, and its batch stride.
         wide_table_ptr: Block table of widened pages, `[B, num_columns]`, int32.
         lengths_ptr: Number of stored tokens, `[B]`, int32.

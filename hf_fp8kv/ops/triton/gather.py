@@ -36,10 +36,10 @@ def gather(
     # Tiles begin at multiples of their size, regardless of `start`.
     num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0
     launch(
-        _gather, (num_tiles, num_heads, batch), make_pointers(pages, side), pages.token_scales, out,
-        lengths, pages.table, start, stop, pages.table.stride(0), SIZES=sizes, CODEC=codec,
-        NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size, IS_V=side == "v", RAGGED=ragged,
-        TILE=tile_tokens,
+        _gather, (num_tiles, num_heads, batch), make_pointers(pages, side),
+        pages.regions.get("token_scales"), out, lengths, pages.table, start, stop,
+        pages.table.stride(0), SIZES=sizes, CODEC=codec, NUM_HEADS=num_heads,
+        PAGE_SIZE=pages.page_size, IS_V=side == "v", RAGGED=ragged, TILE=tile_tokens,
         **choose_launch_options(out.device, sizes.width, rotated=stored_side.rotated),
     )  # fmt: skip
     return out
@@ -55,7 +55,7 @@ def _gather(
 
     Args:
         pointers: Pointers, see `SidePointers`.
-        scales_ptr: See `Pages.token_scales`.
+        scales_ptr: See `Pages.regions`.
         out_ptr: Output, `[B, Hkv, stop - start, D]`, floating.
         lengths_ptr: Number of stored tokens, `[B]`, int32, only read if RAGGED.
         table_ptr, table_stride: Block table, `[B, M]`, int32, and its batch stride.

@@ -94,9 +94,10 @@ def describe_pages(pages: Pages) -> SharedTensors:
     shared_tensors: SharedTensors | None = pages.launch_properties
     if shared_tensors is None:
         k, v = pages.k, pages.v
+        regions = pages.regions
         tensors = (
-            pages.k_codes, k.static_scale, k.center, pages.v_codes, v.static_scale, v.center,
-            pages.token_scales, pages.table, pages.offsets,
+            regions["k"], k.static_scale, k.center, regions["v"], v.static_scale, v.center,
+            regions.get("token_scales"), pages.table, pages.offsets,
         )  # fmt: skip
         properties, addresses = describe_tensors(tensors)
         # Format, head size and rotation of each side, without its tensors.
@@ -173,9 +174,9 @@ def replayed(
             if (call := describe(args)) is None:
                 return run
             replays, shared_addresses, key, addresses, _, _, target, device = call
-            if (replay := replays.get(key)) is None or not _are_aligned(addresses):
-                return run
-            if not target.is_nvidia:  # on AMD a recording also depends on sizes
+            replay = replays.get(key)
+            # On AMD a recording also depends on sizes.
+            if replay is None or not _are_aligned(addresses) or not target.is_nvidia:
                 return run
             assumed_target = assumption.target
 

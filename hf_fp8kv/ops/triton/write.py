@@ -79,9 +79,9 @@ def write(
     )
     launch(
         _write, (num_tiles, 2 * num_heads, batch), key, value, lengths, pages.table,
-        make_pointers(pages, "k"), make_pointers(pages, "v"), pages.token_scales, num_tokens,
-        UNLIMITED if limit is None else limit, pages.table.shape[1], pages.table.stride(0),
-        key.stride(), value.stride(),
+        make_pointers(pages, "k"), make_pointers(pages, "v"), pages.regions.get("token_scales"),
+        num_tokens, UNLIMITED if limit is None else limit, pages.table.shape[1],
+        pages.table.stride(0), key.stride(), value.stride(),
         K=k_sizes, V=v_sizes, K_FORMAT=FORMATS.get(pages.k.format),
         V_FORMAT=FORMATS.get(pages.v.format), NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size,
         TILE=tile_tokens, **options,
@@ -121,7 +121,7 @@ def _write(
         lengths_ptr: Number of stored tokens, including the new tokens, `[B]`, int32.
         table_ptr, table_stride: Block table, `[B, num_columns]`, int32, and its batch stride.
         k, v: Pointers, see `SidePointers`.
-        scales_ptr: See `Pages.token_scales`.
+        scales_ptr: See `Pages.regions`.
         num_tokens: Number of new tokens, T.
         limit: Maximum number of tokens in a sequence.
         K, V: See `SideSizes`.
