@@ -145,7 +145,7 @@ def make_stack(num_layers: int, batch: int = 1) -> LayerStack:
     # The last page has free slots, so that growth of the cache is not measured.
     stack = LayerStack(cache, "fp8_paged", HEADS, STORED_TOKENS, num_layers, batch)
     for layer in cache.paged_layers:
-        layer.store.encoding.backend = "triton"
+        layer.encoding.backend = "triton"
     return stack
 
 

@@ -29,7 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    transform_subclass,
+)
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from transformers import EncoderDecoderCache
 
@@ -65,7 +69,6 @@ _TAGS = {
 }
 # The result of these operations has a shape that depends on values only if an index is a mask.
 _INDEX_OPERATIONS = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-_MASK_DTYPES = (torch.bool, torch.uint8)
 _LOG_MESSAGE = "capture: the steps of {} run eagerly, because {}"
 
 
@@ -176,7 +179,7 @@ class StepDescription(TorchDispatchMode):
         """Set `obstacle` if a graph cannot repeat an operation."""
         tags = [tag for tag in _TAGS if tag in func.tags]
         if func._schema.name in _INDEX_OPERATIONS:
-            has_mask = any(index.dtype in _MASK_DTYPES for index in inputs[1:])
+            has_mask = any(index.dtype in (torch.bool, torch.uint8) for index in inputs[1:])
             tags = [torch.Tag.dynamic_output_shape] if has_mask else []
         for position, parameter in enumerate(func._schema.arguments):
             # The default of a probability is 0, which is equal to False.
@@ -264,14 +267,11 @@ def _find_tensors(objects: Iterable[Any]) -> list[Tensor]:
 
 def _copy(x: Any) -> Any:
     """Return a contiguous copy of a tensor, and any other object unchanged."""
-    if not isinstance(x, Tensor):
-        return x
-    inner_names, constants = _flatten(x)
-    if not inner_names:
+    if is_traceable_wrapper_subclass(x):
+        return transform_subclass(x, lambda _, inner: _copy(inner))
+    if isinstance(x, Tensor):
         return x.clone(memory_format=torch.contiguous_format)
-    copies = {name: _copy(getattr(x, name)) for name in inner_names}
-    wrapper_class: Any = type(x)
-    return wrapper_class.__tensor_unflatten__(copies, constants, x.shape, x.stride())
+    return x
 
 
 def _make_key(x: Any) -> Any:
@@ -343,7 +343,7 @@ class CapturedStep:
         counting_class = next(
             (type(layer).__name__ for layer in cache.stock_layers if counts_on_host(layer)), ""
         )
-        if counting_class or not (paged.stores or capacity):
+        if counting_class or not (paged.layers or capacity):
             self.refuse(f"{counting_class or 'the model'} counts tokens on the host")
         elif {length, *paged.read_lengths()} != {length}:
             self.refuse("the layers of the cache have different lengths")
@@ -420,7 +420,7 @@ class CapturedStep:
         paged = self.cache._paged
         tensors = _find_tensors(tree_leaves(inputs))
         key = paged.num_changes, tree_map(_make_key, inputs)
-        offsets = [store.pool.blocks.offsets for store in paged.stores]
+        offsets = [layer.pool.blocks.offsets for layer in paged.layers]
         if key != self._key or not all(map(operator.is_, offsets, self._offsets)):
             self._forget()
             self._num_key_changes += 1

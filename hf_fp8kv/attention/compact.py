@@ -9,6 +9,7 @@ causality and the window.
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import transform_subclass
 
 from ..cache.paged_tensor import LazyTensor
 from ..errors import ConfigError
@@ -75,12 +76,9 @@ class CompactMask(LazyTensor):
         is_copy = func is torch.ops.aten._to_copy.default
         if is_copy and copy_options.pop("dtype", None) in (None, torch.bool):
             # A model on several devices moves a mask to the device of each layer.
-            mask = args[0]
-            inner_names, constants = mask.__tensor_flatten__()
-            copies = {
-                name: func(getattr(mask, name), **copy_options, dtype=None) for name in inner_names
-            }
-            return cls.__tensor_unflatten__(copies, constants, mask.shape, mask.stride())
+            return transform_subclass(
+                args[0], lambda _, tensor: func(tensor, **copy_options, dtype=None)
+            )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

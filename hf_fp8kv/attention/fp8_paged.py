@@ -38,23 +38,9 @@ _DENSE_WARNING = (
     "a sparse choice of keys), so it runs on dense copies of K and V, which is correct but slower"
 )
 _EXPANSION_WARNING = "{} expands all stored latents in each step, which is correct but slower: {}"
-_GRADIENT_REASON = "gradients are enabled. Call the model in torch.no_grad() if you need none"
-_CENTER_REASON = (
-    "they have a center, but are also values, which have no center. Use a plan without centers"
-)
-_PRODUCT_REASON = (
-    "kv_b_proj does more than multiply by weights in their dtype. hf_fp8kv.check_model shows why, "
-    "except for training mode, autocast, and a separate adapter for each sequence"
-)
 _TRAINING_ERROR = (
     "expected inference, got a training step through stored pages, which have no gradient. Call "
     "model.eval(), or train without the cache (use_cache=False)"
-)
-_DETERMINISTIC_ERROR = (
-    "deterministic: expected attention over stored pages, got keys that are not stored, or a "
-    "feature that needs dense keys (dropout, attention weights, a gradient through latents). Use "
-    "the cache that generate() creates, FP8PagedCache(..., prefill='stored'), or "
-    "enable(..., training='stored') for calls without a cache"
 )
 # Arguments that change the result of attention, and that only the model's eager code supports.
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
@@ -327,12 +313,19 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     if latent.needs_gradient(module, query):
         if module.training:
             raise ConfigError(_TRAINING_ERROR)
-        reason = _GRADIENT_REASON
+        reason = "gradients are enabled. Call the model in torch.no_grad() if you need none"
     elif key.k_center is not None:
-        reason = _CENTER_REASON
+        reason = (
+            "they have a center, but are also values, which have no center. Use a plan without "
+            "centers"
+        )
     elif not dropout and not requires_dense(kwargs_without_indices):
         projections = latent.find_projections(module, key)
-        reason = _PRODUCT_REASON
+        reason = (
+            "kv_b_proj does more than multiply by weights in their dtype. hf_fp8kv.check_model "
+            "shows why, except for training mode, autocast, and a separate adapter for each "
+            "sequence"
+        )
     if projections is None:
         warning = _EXPANSION_WARNING if reason else _DENSE_WARNING
         warn_once(warning.format(type(module).__name__, reason))
@@ -479,7 +472,12 @@ def attend_with_transformers(call: Call) -> tuple[Tensor, Tensor | None]:
     """Compute attention over dense K and V with transformers' code."""
     module, query, key, value, spec, dropout, kwargs = call
     if spec.deterministic:
-        raise ConfigError(_DETERMINISTIC_ERROR)
+        raise ConfigError(
+            "deterministic: expected attention over stored pages, got keys that are not stored, or "
+            "a feature that needs dense keys (dropout, attention weights, a gradient through "
+            "latents). Use the cache that generate() creates, FP8PagedCache(..., prefill='stored'),"
+            " or enable(..., training='stored') for calls without a cache"
+        )
     window = spec.window
     start = None
     lengths = None

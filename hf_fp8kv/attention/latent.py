@@ -298,9 +298,8 @@ def _expands_by_formulas(module: Any, like: Tensor) -> bool | None:
     None means that this cannot be determined yet, because the module is in training mode, or
     because dtypes differ (autocast).
     """
-    if not all(isinstance(getattr(module, name, None), int) for name in _SIZE_FIELDS):
-        return False
-    if not isinstance(getattr(module, _PROJECTION_NAME, None), torch.nn.Module):
+    has_sizes = all(isinstance(getattr(module, name, None), int) for name in _SIZE_FIELDS)
+    if not has_sizes or not isinstance(getattr(module, _PROJECTION_NAME, None), torch.nn.Module):
         return False
     rank = module.kv_lora_rank
     rope_dim = module.qk_rope_head_dim

@@ -25,11 +25,6 @@ from .compact import CompactMask, make_compact
 from .model_quirks import adds_mask, needs_mask
 
 Tensor = torch.Tensor
-_STOCK_WARNING = (
-    "attn_implementation='fp8_paged' got a cache of transformers, which stores nothing in 8 bits. "
-    "After hf_fp8kv.enable(model), generate() makes 8-bit caches. Pass "
-    "hf_fp8kv.FP8PagedCache(model) to other calls"
-)
 _AND_CODE = and_masks().__code__
 _WINDOW_CODE = sliding_window_overlay(1).__code__
 
@@ -74,7 +69,11 @@ def fp8_paged_mask(
             f"{tuple(attention_mask.shape)}. Pass the mask of this batch"
         )
     if forward_pass.request.sizes is None and not isinstance(q_offset, Tensor) and q_offset > 0:
-        warn_once(_STOCK_WARNING)
+        warn_once(
+            "attn_implementation='fp8_paged' got a cache of transformers, which stores nothing in "
+            "8 bits. After hf_fp8kv.enable(model), generate() makes 8-bit caches. Pass "
+            "hf_fp8kv.FP8PagedCache(model) to other calls"
+        )
     request = forward_pass.take_request(q_length, kv_length, kv_offset)
     config = kwargs.get("config")
     # Only in a preallocated cache are positions known not to be packed.

@@ -304,7 +304,7 @@ class FP8PagedCache(DynamicCache):
     @property
     def plan(self) -> dict[int, LayerPlan]:
         """Storage plan of each paged layer, by index."""
-        return {layer.index: layer.store.encoding.plan for layer in self.paged_layers}
+        return {layer.index: layer.encoding.plan for layer in self.paged_layers}
 
     # -- the interface of transformers' caches -----------------------------------------------
 
@@ -666,11 +666,11 @@ class FP8PagedCache(DynamicCache):
         """
         dense_bytes = stored_bytes = 0.0
         for layer in self.paged_layers:
-            pool = layer.store.pool
+            pool = layer.pool
             page_size = self.options.page_size
-            plan = layer.store.encoding.plan
+            plan = layer.encoding.plan
             sizes = None if self.config is None else find_kv_sizes(self.config, layer.index)
-            if layer.store.is_initialized:
+            if layer.pool.is_allocated:
                 num_heads, k_dim, v_dim = pool.num_heads, pool.k_dim, pool.v_dim
             elif sizes is not None:
                 num_model_heads, k_dim, v_dim = sizes

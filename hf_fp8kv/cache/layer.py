@@ -11,9 +11,11 @@ from .. import ops
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
 from ..paging.lengths import DeviceLength, HostLength
+from ..paging.page_pool import PagePool
 from ..utils.tensors import detach_if_needed
-from .layer_store import LayerStore
-from .options import CacheOptions
+from .encoding import Encoding
+from .indexers import IndexerLayer
+from .layer_storage import LayerStorage
 from .paged_tensor import PagedKV, densify
 
 
@@ -23,7 +25,7 @@ def _make_states_property(name: str) -> Any:
     def read(layer: "FP8PagedLayer") -> PagedKV | None:
         if not layer.is_initialized:
             return None
-        keys, values = layer.store.make_stored_handles()
+        keys, values = layer.make_stored_handles()
         return keys if name == "keys" else values
 
     def assign(layer: "FP8PagedLayer", states: torch.Tensor | None) -> None:
@@ -38,7 +40,7 @@ def _make_states_property(name: str) -> Any:
     return property(read, assign)
 
 
-class FP8PagedLayer(CacheLayerMixin):
+class FP8PagedLayer(LayerStorage, CacheLayerMixin):
     """A layer whose keys and values are stored in pages.
 
     A growing layer (`HostLength`) allocates pages as tokens arrive, and frees pages that have left
@@ -49,7 +51,6 @@ class FP8PagedLayer(CacheLayerMixin):
         index: Index of the layer in the model.
         keys: Handle on the stored keys as returned by `update`, or None before the first token.
         values: Handle on the stored values, or None before the first token.
-        store: The pages.
         config: The model's config, from which the attention implementation is read, or None.
         assigned: Tensor that was assigned to `keys` or `values`, until both are assigned.
     """
@@ -60,22 +61,27 @@ class FP8PagedLayer(CacheLayerMixin):
     values = _make_states_property("values")
 
     def __init__(
-        self, options: CacheOptions, store: LayerStore, config: PreTrainedConfig | None = None
+        self,
+        encoding: Encoding,
+        length: HostLength | DeviceLength,
+        pool: PagePool,
+        num_query_heads: int = 0,
+        indexer: IndexerLayer | None = None,
+        config: PreTrainedConfig | None = None,
     ) -> None:
-        # The base class is not initialized, because it would assign `keys` and `values`, which are
-        # properties here.
-        self.index = store.encoding.index
-        self.options = options
-        self.store = store
+        # This does not initialize `CacheLayerMixin`, because it would assign `keys` and `values`,
+        # which are properties here.
+        super().__init__(encoding, length, pool, num_query_heads, indexer)
+        self.index = encoding.index
         self.config = config
-        self.sliding_window = store.group.window
+        self.sliding_window = self.group.window
         self.is_sliding = self.sliding_window is not None
-        self.is_compileable = store.length.max_tokens is not None
+        self.is_compileable = length.max_tokens is not None
         self.assigned: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
         window = "" if self.sliding_window is None else f", window={self.sliding_window}"
-        return f"{type(self).__name__}({self.store.encoding.plan}{window})"
+        return f"{type(self).__name__}({self.encoding.plan}{window})"
 
     # -- the interface of transformers' cache layers -----------------------------------------
 
@@ -83,30 +89,24 @@ class FP8PagedLayer(CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether the layer has tokens, or its preallocated pool."""
-        length = self.store.length
-        is_empty = length.max_tokens is None and bool(length.is_empty)
-        return self.store.is_initialized and not is_empty
+        is_empty = self.length.max_tokens is None and bool(self.length.is_empty)
+        return self.pool.is_allocated and not is_empty
 
     @property
     def record_past(self) -> bool:
         """Whether pages that have left the window are kept until `crop`."""
-        return self.store.group.record_past
+        return self.group.record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self.store.group.record_past = value
+        self.group.record_past = value
 
     def activate_past_recording(self) -> None:
         """Keep tokens that leave the window. A ring becomes all pages, at new addresses."""
-        length = self.store.length
-        if isinstance(length, DeviceLength) and self.is_initialized:
-            length.group.unroll_ring()
-            self.store.update_table()
-        self.store.group.record_past = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the pool for tokens of these shapes (see `LayerStore.allocate`)."""
-        self.store.allocate(key_states, value_states)
+        if isinstance(self.length, DeviceLength) and self.is_initialized:
+            self.length.group.unroll_ring()
+            self.update_table()
+        self.group.record_past = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -129,11 +129,10 @@ class FP8PagedLayer(CacheLayerMixin):
                 torch.compile. On other devices they are not stored, and the next step raises the
                 error, unless its mask is made in a compiled region, which generate() avoids.
         """
-        store = self.store
-        length = store.length
-        encoding = store.encoding
+        length = self.length
+        encoding = self.encoding
         if not torch.compiler.is_compiling():
-            if not self.assigned and (repeated := store.repeat(key_states, value_states)):
+            if not self.assigned and (repeated := self.repeat(key_states, value_states)):
                 return repeated
             check_tokens(self, key_states, value_states)
         else:
@@ -142,19 +141,19 @@ class FP8PagedLayer(CacheLayerMixin):
                 return _update_uncompiled(self, key_states, value_states)  # type: ignore[no-any-return]
         key = detach_if_needed(key_states)
         value = detach_if_needed(value_states)
-        reads_pages = self.options.prefill == "stored" or not length.is_empty
-        positions = store.reserve(key, value)
+        reads_pages = encoding.options.prefill == "stored" or not length.is_empty
+        positions = self.reserve(key, value)
         table, lengths = positions.locate(encoding.device)
         if positions.long_write is None:
-            pages = encoding.make_pages(store.pool, table)
+            pages = encoding.make_pages(self.pool, table)
             ops.write(pages, key, value, lengths, encoding.backend, length.max_tokens)
         else:
-            pages = store.write_long(key, value, positions, reads=reads_pages)
+            pages = self.write_long(key, value, positions, reads=reads_pages)
         states: tuple[torch.Tensor, torch.Tensor]
         if reads_pages:
-            states = store.make_handles(pages, lengths, positions)
+            states = self.make_handles(pages, lengths, positions)
             if positions.num_tokens == 1:
-                store.record(pages, key_states, value_states, lengths)
+                self.record(pages, key_states, value_states, lengths)
         else:
             states = self._pad_new_states(key_states), self._pad_new_states(value_states)
         length.record(positions)
@@ -166,36 +165,36 @@ class FP8PagedLayer(CacheLayerMixin):
 
     def _pad_new_states(self, states: torch.Tensor) -> torch.Tensor:
         """Return new keys or values, padded to the width of the masks."""
-        max_tokens = self.store.length.max_tokens
+        max_tokens = self.length.max_tokens
         if max_tokens is None or self._uses_fp8_paged():
             return states
         return torch.nn.functional.pad(states, (0, 0, 0, max_tokens - states.shape[2]))
 
     def get_seq_length(self) -> Any:
         """Return the number of stored tokens, as a tensor `[]` if preallocated and not empty."""
-        return self.store.length.num_stored
+        return self.length.num_stored
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of columns of the mask, and the position of the first column."""
-        length = self.store.length
+        length = self.length
         if isinstance(length, HostLength):
             start = length.group.find_window_start(length.num_stored)
             return length.num_stored + query_length - start, start
         length.check_capacity(query_length)
-        if length.is_empty and self.options.prefill == "exact" and self._uses_fp8_paged():
+        if length.is_empty and self.encoding.options.prefill == "exact" and self._uses_fp8_paged():
             return query_length, 0
         return length.max_tokens, 0
 
     def get_max_length(self) -> int:
         """Return `max_cache_len`, the window of a growing layer, or -1 without a maximum."""
-        return self.store.length.max_tokens or self.sliding_window or -1
+        return self.length.max_tokens or self.sliding_window or -1
 
     def reset(self) -> None:
         """Remove all tokens. A preallocated layer keeps its addresses.
 
         The memory of a growing layer is freed when no layer and no fork uses its pages.
         """
-        self.store.crop_to(0)
+        self.crop_to(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of this layer.
@@ -207,11 +206,10 @@ class FP8PagedLayer(CacheLayerMixin):
             ConfigError: The number is positive, or the window has lost tokens that would become
                 visible.
         """
-        length = self.store.length
         num_tokens = parse_crop(tokens_to_remove)
-        num_stored = length.count_stored()
-        length.check_crop(num_tokens, num_stored)
-        self.store.crop_to(max(num_stored - num_tokens, 0))
+        num_stored = self.length.count_stored()
+        self.group.check_crop(self.length.member, num_tokens, num_stored)
+        self.crop_to(max(num_stored - num_tokens, 0))
 
     def _refuse_single_layer(self, *_: Any) -> None:
         """Raise ConfigError, because sequences can only be selected in the whole cache."""
@@ -224,12 +222,12 @@ class FP8PagedLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Move the layer's memory to the CPU."""
-        self.store.move_memory(torch.device("cpu"))
+        self.move_memory(torch.device("cpu"))
 
     def prefetch(self) -> None:
         """Move the layer's memory back to its device."""
-        if self.store.is_initialized:
-            self.store.move_memory(self.store.encoding.device)
+        if self.pool.is_allocated:
+            self.move_memory(self.encoding.device)
 
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Encode keys and values, and store them instead of all stored tokens.
@@ -241,9 +239,8 @@ class FP8PagedLayer(CacheLayerMixin):
                 layer has a window or is preallocated, whose length only the whole cache can change.
             OutOfPagesError: The budget has no room for copies of pages that forks share.
         """
-        store = self.store
-        length = store.length
-        group = store.group
+        length = self.length
+        group = self.group
         if isinstance(length, DeviceLength):
             raise ConfigError(
                 "layer.keys, layer.values: expected a growing cache for an assignment, got a "
@@ -258,12 +255,12 @@ class FP8PagedLayer(CacheLayerMixin):
                 f"{num_new} for {self}. Leave layers with a window as they are"
             )
         stored_key, stored_value = (
-            handle.dense()[:, :, :num_new] for handle in store.make_stored_handles()
+            handle.dense()[:, :, :num_new] for handle in self.make_stored_handles()
         )
         if torch.equal(stored_key, key) and torch.equal(stored_value, value):
-            store.crop_to(num_new)
+            self.crop_to(num_new)
             return
-        if store.indexer is not None and num_new < num_stored and not torch.equal(stored_key, key):
+        if self.indexer is not None and num_new < num_stored and not torch.equal(stored_key, key):
             raise ConfigError(
                 f"expected all keys and values of {self}, or its first tokens unchanged, got "
                 f"{num_new} tokens with other keys. Its indexer has keys of all tokens. Name the "
@@ -277,8 +274,8 @@ class FP8PagedLayer(CacheLayerMixin):
 def _make_indexer_property(name: str) -> Any:
     """Return a property that reads and sets the attribute `name` of the layer's indexer."""
     return property(
-        lambda layer: getattr(layer.store.indexer, name),
-        lambda layer, value: setattr(layer.store.indexer, name, value),
+        lambda layer: getattr(layer.indexer, name),
+        lambda layer, value: setattr(layer.indexer, name, value),
     )
 
 
@@ -295,7 +292,7 @@ class FP8PagedIndexedLayer(FP8PagedLayer):
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Store indexer keys of new tokens, `[B, T, D]`, and return the key of each mask column."""
-        indexer: Any = self.store.indexer
+        indexer: Any = self.indexer
         stored_keys = None if torch.compiler.is_compiling() else indexer.indexer_keys
         if stored_keys is not None and stored_keys.device != indexer_key_states.device:
             indexer.move(indexer_key_states.device)
@@ -303,7 +300,7 @@ class FP8PagedIndexedLayer(FP8PagedLayer):
         indexer.is_unused = False
         keys: torch.Tensor = indexer.update_indexer(indexer_key_states)
         # The width is as in `get_mask_sizes`, which is called before or after `update`.
-        if is_first and self.options.prefill == "exact" and self._uses_fp8_paged():
+        if is_first and self.encoding.options.prefill == "exact" and self._uses_fp8_paged():
             return keys[:, : indexer_key_states.shape[1]]
         return keys
 
@@ -323,14 +320,14 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             f"{tuple(shape)} and {tuple(v_shape)}"
         )
     # K and V may have different dtypes, because RoPE returns K in float32 under autocast.
-    is_initialized = layer.store.is_initialized
+    is_initialized = layer.pool.is_allocated
     is_floating = is_initialized or (key.is_floating_point() and value.is_floating_point())
     if not is_floating or key.device != value.device:
         raise ConfigError(
             "expected keys and values of a floating dtype on one device, got "
             f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
         )
-    pool = layer.store.pool
+    pool = layer.pool
     sizes = (num_heads, k_dim, v_shape[3])
     if is_initialized and sizes != (pool.num_heads, pool.k_dim, pool.v_dim):
         raise ConfigError(
@@ -344,7 +341,7 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             f"got {key.dtype} and {value.dtype}. Use the same torch.autocast and the same dtype of "
             "the model in all calls, or a new FP8PagedCache"
         )
-    num_sequences = layer.store.group.table.batch
+    num_sequences = layer.group.table.batch
     if num_sequences and batch != num_sequences:
         raise ConfigError(
             f"expected {num_sequences} sequences, which the cache holds, got {batch}. Use "

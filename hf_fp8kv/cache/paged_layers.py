@@ -37,12 +37,16 @@ from ..utils.digests import digest_sampled_weights
 from .encoding import Encoding
 from .indexers import INDEXED_CLASSES, IndexerLayer, get_indexer_tensors
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
-from .layer_store import LayerStore
 from .options import CacheOptions
 
 # Only these exact classes are replaced by paged layers. Other subclasses store more than K and V.
-_PLAIN_CLASSES = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-_REPLACED_CLASSES = (*_PLAIN_CLASSES, *INDEXED_CLASSES)
+_REPLACED_CLASSES = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    *INDEXED_CLASSES,
+)
 
 
 class PagedLayers:
@@ -52,7 +56,6 @@ class PagedLayers:
         groups: Layer groups by window. The key None is the group without a window.
         fixed_groups: The groups of a preallocated cache, otherwise empty.
         layers: The paged layers, in the order of the model.
-        stores: The stores of the paged layers, in the same order.
         is_open_ended: Whether layers are added as the model uses them.
         num_changes: Number of operations other than steps that may have changed the layers.
     """
@@ -66,7 +69,6 @@ class PagedLayers:
         self.groups: dict[int | None, LayerGroup] = {}
         self.fixed_groups: list[FixedPages] = []
         self.layers: list[FP8PagedLayer] = []
-        self.stores: list[LayerStore] = []
         self.is_open_ended = config is None
         self._has_cross_layers = config is not None and has_cross_layers(config)
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
@@ -94,7 +96,7 @@ class PagedLayers:
         pool: PagePool | None = None,
         *,
         has_indexer: bool = False,
-        source: LayerStore | None = None,
+        source: FP8PagedLayer | None = None,
     ) -> FP8PagedLayer:
         """Create a paged layer, add it to the group of its window, and return it.
 
@@ -103,7 +105,7 @@ class PagedLayers:
             window: Size of the sliding window, or None.
             pool: Pages that a fork shares, or None for new pages.
             has_indexer: Whether the layer has an indexer.
-            source: Store of the layer that this layer copies, or None.
+            source: The layer that this layer copies, or None.
         """
         group = self._get_group(window)
         num_kv_heads = None
@@ -124,13 +126,11 @@ class PagedLayers:
             else HostLength(group, member)
         )
         indexer = IndexerLayer(length.max_tokens) if has_indexer else None  # type: ignore[arg-type]
-        store = LayerStore(encoding, length, pool, num_query_heads, indexer)
         layer_class = FP8PagedIndexedLayer if has_indexer else FP8PagedLayer
-        layer = layer_class(self.options, store, self.config)
+        layer = layer_class(encoding, length, pool, num_query_heads, indexer, self.config)
         self.layers.append(layer)
-        self.stores.append(store)
-        self.stores[len(self.stores) - 2].next_store = weakref.ref(store)
-        store.next_store = weakref.ref(self.stores[0])
+        self.layers[len(self.layers) - 2].next_layer = weakref.ref(layer)
+        layer.next_layer = weakref.ref(self.layers[0])
         return layer
 
     def _get_group(self, window: int | None) -> LayerGroup:
@@ -215,8 +215,8 @@ class PagedLayers:
         )
         groups = {window: group.fork() for window, group in self.groups.items() if has_pages}
         fork = self._make_copy(self.budget, groups)
-        for store, source, length in zip(fork.stores, self.stores, lengths, strict=True):
-            store.restore(length, get_indexer_tensors(source.indexer))
+        for layer, source, length in zip(fork.layers, self.layers, lengths, strict=True):
+            layer.restore(length, get_indexer_tensors(source.indexer))
         return fork
 
     def to_preallocated(self) -> "PagedLayers":
@@ -224,8 +224,8 @@ class PagedLayers:
         copy = self._make_copy(self.options.make_budget(), {})
         # Copy pages only after all layers exist, because a preallocated layer allocates pages in
         # every group, and the layers of a group determine the number of its pages.
-        for store, source in zip(copy.stores, self.stores, strict=True):
-            store.copy_from(source)
+        for layer, source in zip(copy.layers, self.layers, strict=True):
+            layer.copy_from(source)
         return copy
 
     def _make_copy(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":
@@ -239,14 +239,14 @@ class PagedLayers:
             copy.add_group(group)
         for window, group in self.groups.items():
             copy._get_group(window).record_past = group.record_past
-        for store in self.stores:
-            pool = store.pool if groups and store.is_initialized else None
+        for layer in self.layers:
+            pool = layer.pool if groups and layer.pool.is_allocated else None
             copy.add_layer(
-                store.encoding.index,
-                store.group.window,
+                layer.index,
+                layer.group.window,
                 pool,
-                has_indexer=store.indexer is not None,
-                source=store,
+                has_indexer=layer.indexer is not None,
+                source=layer,
             )
         return copy
 
@@ -271,9 +271,9 @@ class PagedLayers:
     def read_lengths(self) -> list[int]:
         """Return the number of tokens in each layer. A preallocated cache synchronizes."""
         if not self.fixed_groups:
-            return [store.length.count_stored() for store in self.stores]
+            return [layer.length.count_stored() for layer in self.layers]
         lengths = {group.window: group.read_lengths() for group in self.fixed_groups}
-        return [lengths[store.group.window].get(store.length.member, 0) for store in self.stores]
+        return [lengths[layer.group.window].get(layer.length.member, 0) for layer in self.layers]
 
     def make_mask_request(self, num_tokens: int, num_columns: int, start: int) -> MaskRequest:
         """Return this cache's request for a mask of these sizes.
@@ -283,10 +283,10 @@ class PagedLayers:
         for group in self.groups.values():
             group.check_complete()
         self._has_mask_request = True
-        if self._has_static_layers and self.stores:
-            self.stores[0].length.check_capacity(num_tokens)  # type: ignore[union-attr]
-        max_tokens = self.stores[0].length.max_tokens if self.stores else self.options.max_cache_len
-        is_empty = not self.stores or self.stores[0].length.is_empty
+        if self._has_static_layers and self.layers:
+            self.layers[0].length.check_capacity(num_tokens)  # type: ignore[union-attr]
+        max_tokens = self.layers[0].length.max_tokens if self.layers else self.options.max_cache_len
+        is_empty = not self.layers or self.layers[0].length.is_empty
         reads_pages = not is_empty or self.options.prefill == "stored"
         # Static layers of transformers return columns without tokens, which only a mask hides.
         is_preallocated = reads_pages and num_columns == max_tokens and not self._has_static_layers
@@ -324,16 +324,16 @@ class PagedLayers:
             group.table.reserve(length, max_tokens, batch, group.copy_pages)
             reserved[window] = FixedPages(self.budget, window, max_tokens, group.table)
             # Pages before the window are freed and never read, but need a valid number.
-            device = self.stores[0].encoding.device
+            device = self.layers[0].encoding.device
             tables[window] = reserved[window].get_device_table(device).clamp(min=0)
-        for layer, store in zip(self.layers, self.stores, strict=True):
-            assert isinstance(store.length, HostLength)
-            self._growing_lengths.append(store.length)
-            window = store.group.window
+        for layer in self.layers:
+            assert isinstance(layer.length, HostLength)
+            self._growing_lengths.append(layer.length)
+            window = layer.group.window
             fixed_pages = reserved[window]
-            device_length = DeviceLength(fixed_pages, fixed_pages.add(store.pool))
+            device_length = DeviceLength(fixed_pages, fixed_pages.add(layer.pool))
             device_length.adopt_table(tables[window], length)
-            store.set_length(device_length)
+            layer.set_length(device_length)
             layer.is_compileable = True
 
     def unreserve(self) -> bool:
@@ -347,10 +347,10 @@ class PagedLayers:
             return False
         lengths = self.read_lengths()
         # After an interrupted `reserve`, only the first layers are preallocated.
-        members = zip(self._growing_lengths, self.layers, self.stores, lengths, strict=False)
-        for host_length, layer, store, length in members:
+        members = zip(self._growing_lengths, self.layers, lengths, strict=False)
+        for host_length, layer, length in members:
             host_length.group.lengths[host_length.member] = length
-            store.set_length(host_length)
+            layer.set_length(host_length)
             layer.is_compileable = False
         self._growing_lengths.clear()
         for group in self.groups.values():
@@ -366,8 +366,8 @@ class PagedLayers:
         if not self.fixed_groups or any(
             group.ring_size or group.first_intact for group in self.fixed_groups
         ):
-            for store, length in zip(self.stores, self.read_lengths(), strict=True):
-                store.length.check_crop(num_tokens, length)
+            for layer, length in zip(self.layers, self.read_lengths(), strict=True):
+                layer.group.check_crop(layer.length.member, num_tokens, length)
 
     def crop(self, num_tokens: int) -> None:
         """Remove the last `num_tokens` tokens, and free the pages that no other token needs.
@@ -387,8 +387,8 @@ class PagedLayers:
                 group.count_new_pages(slice(None), shortest) for group in self.fixed_groups
             ]
             self.budget.check(sum(page_counts))
-            for store, length in zip(self.stores, new_lengths, strict=True):
-                store.crop_to(length)
+            for layer, length in zip(self.layers, new_lengths, strict=True):
+                layer.crop_to(length)
             self._unshare_pages(shortest)
 
     def end_layer(self, index: int, num_tokens: int, keys: torch.Tensor) -> bool:
@@ -421,7 +421,7 @@ class PagedLayers:
         was_model_step = self._is_model_step and not self._has_cross_layers
         self._is_model_step = self._has_mask_request
         self._has_mask_request = False
-        is_comparable = was_model_step and self._is_model_step and self.stores
+        is_comparable = was_model_step and self._is_model_step and self.layers
         self._last_layers = self._step_layers if is_comparable else []
         self._step_layers = []
         # The attention is read once per step, because a read takes 2 us.
@@ -439,7 +439,7 @@ class PagedLayers:
         num_tokens = self._step_layers[-1][1]
         if (
             last_module is None
-            or self.stores[0].length.count_stored() == num_tokens  # this is the first step
+            or self.layers[0].length.count_stored() == num_tokens  # this is the first step
             or digest_sampled_weights(module) == digest_sampled_weights(last_module)
         ):
             self._module = weakref.ref(module)
@@ -467,8 +467,8 @@ class PagedLayers:
                 for layer_index, num_new in self._step_layers
                 if num_new == num_tokens
             }
-            for store in self.stores:
-                store.group.lengths[store.length.member] -= num_removed.get(store.encoding.index, 0)
+            for layer in self.layers:
+                layer.group.lengths[layer.length.member] -= num_removed.get(layer.index, 0)
             self._step_layers = self._last_layers
             self._last_layers = []
         self._free_unused_pages()
@@ -490,8 +490,7 @@ class PagedLayers:
         self._step_layers = last_layers
         self._last_layers = []
         length = min(
-            store.length.count_stored() - num_removed.get(store.encoding.index, 0)
-            for store in self.stores
+            layer.length.count_stored() - num_removed.get(layer.index, 0) for layer in self.layers
         )
         has_lost_window = length > 0 and any(
             group.find_first_kept(length) < group.table.first_page * group.page_size
@@ -501,8 +500,8 @@ class PagedLayers:
             self.mark_incomplete()
         for group in self.groups.values():
             group.check_complete()
-        for store in self.stores:
-            store.group.lengths[store.length.member] = length
+        for layer in self.layers:
+            layer.group.lengths[layer.length.member] = length
         self._free_unused_pages()
         raise ConfigError(
             "An error (such as Ctrl-C) interrupted the last call between two layers. The tokens of "
@@ -540,8 +539,8 @@ class PagedLayers:
                 group.clear()
             self._free_empty_pools()
             return
-        for store in self.stores:
-            store.crop_to(0)
+        for layer in self.layers:
+            layer.crop_to(0)
         num_pages = sum(group.pages_per_sequence for group in self.fixed_groups) * self.batch
         exceeds_budget = self.budget.max_pages is not None and num_pages > self.budget.max_pages
         batches = {group.table.batch for group in self.groups.values()}
@@ -557,10 +556,10 @@ class PagedLayers:
 
     def release(self) -> None:
         """Free the memory of empty preallocated layers. The next call allocates it again."""
-        for store in self.stores:
-            store.pool.memory.free()
-            if store.indexer is not None:
-                release_states(store.indexer)
+        for layer in self.layers:
+            layer.pool.memory.free()
+            if layer.indexer is not None:
+                release_states(layer.indexer)
         for group in self.fixed_groups:
             group.clear()
             group.allocated_pages = 0
@@ -595,9 +594,9 @@ class PagedLayers:
                 table.free_from(max(lengths))
             if table.batch:
                 table.replace_rows(table.rows[rows], table.first_page)
-        for store in self.stores:
-            if store.indexer is not None:
-                store.indexer.reorder_cache(sequences.long())
+        for layer in self.layers:
+            if layer.indexer is not None:
+                layer.indexer.reorder_cache(sequences.long())
         if self.fixed_groups:
             self._unshare_pages(min(lengths))
         else:
@@ -607,8 +606,8 @@ class PagedLayers:
     def memory_footprint(self) -> Counter[str]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `host`, `used`, `other`."""
         sizes = Counter(pages=0, scales=0, tables=0, host=0, used=0, other=0)
-        for store in self.stores:
-            sizes.update(store.memory_footprint())
+        for layer in self.layers:
+            sizes.update(layer.memory_footprint())
         for group in self.groups.values():
             sizes["tables"] += group.table.nbytes
         return sizes
@@ -617,15 +616,15 @@ class PagedLayers:
         """Give each sequence of a preallocated cache separate pages for tokens from `length` on."""
         for group in self.fixed_groups:
             group.unshare(length)
-        for store in self.stores:
-            store.update_table()
+        for layer in self.layers:
+            layer.update_table()
 
     def _free_empty_pools(self) -> None:
         """Drop removed tokens of indexers, and free the memory of pools without pages."""
-        for store in self.stores:
-            store.trim_indexer(store.length.count_stored())
-            if not store.group.table.allocator.num_held:
-                store.pool.memory.free()
+        for layer in self.layers:
+            layer.trim_indexer(layer.length.count_stored())
+            if not layer.group.table.allocator.num_held:
+                layer.pool.memory.free()
         for group in self.groups.values():
             if not group.table.allocator.num_held:
                 group.table.compact()

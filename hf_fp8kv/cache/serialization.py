@@ -80,20 +80,20 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
             page_numbers.reshape(rows.shape)
         ).int()
         layers: list[Metadata] = []
-        for store in (store for store in fork.stores if store.group is group):
-            index = store.encoding.index
+        for layer in (layer for layer in fork.layers if layer.group is group):
+            index = layer.index
             metadata: Metadata = {"index": index}
             layers.append(metadata)
-            if store.indexer is not None:
-                indexer_tensors = get_indexer_tensors(store.indexer)
+            if layer.indexer is not None:
+                indexer_tensors = get_indexer_tensors(layer.indexer)
                 metadata["indexer"] = list(indexer_tensors)
                 for name, tensor in indexer_tensors.items():
                     tensors[f"layers.{index}.{name}"] = tensor
-            if store.is_initialized:
-                metadata |= {"length": store.length.count_stored(), **describe_pool(store.pool)}
+            if layer.pool.is_allocated:
+                metadata |= {"length": layer.length.count_stored(), **describe_pool(layer.pool)}
                 # The pool of a layer with fewer tokens may not have grown to all pages yet.
-                store.pool.memory.grow(group.table.allocator.capacity)
-                tensors[f"layers.{index}.pages"] = store.pool.memory.take(pages)
+                layer.pool.memory.grow(group.table.allocator.capacity)
+                tensors[f"layers.{index}.pages"] = layer.pool.memory.take(pages)
         groups.append({"window": group.window, "record_past": group.record_past, "layers": layers})
     return {"groups": groups, "open_ended": paged.is_open_ended}, tensors
 
@@ -155,7 +155,7 @@ def unpack(
     batch_sizes = {len(keys) for keys in stock_keys if keys is not None}
     paged = PagedLayers(options, config, budget)
     paged.is_open_ended = metadata["open_ended"]
-    # Arguments of `PagedLayers.add_layer` and `LayerStore.restore`, by layer.
+    # Arguments of `PagedLayers.add_layer` and `LayerStorage.restore`, by layer.
     layers: dict[int, tuple[Metadata, Metadata]] = {}
     pools: list[tuple[PagePool, torch.Tensor]] = []
     for group_index, group_metadata in enumerate(metadata["groups"]):
@@ -203,7 +203,7 @@ def unpack(
         pool.memory.grow(len(page_rows))
         pool.memory.put(np.arange(len(page_rows)), page_rows)
     for index, (arguments, contents) in sorted(layers.items()):
-        paged.add_layer(index, **arguments).store.restore(**contents)
+        paged.add_layer(index, **arguments).restore(**contents)
     return paged
 
 

@@ -191,7 +191,7 @@ def _count_bytes(cache: FP8PagedCache, plan: StoragePlan) -> int:
         k_dtype, v_dtype = (side.find_dtype(torch.bfloat16) for side in layer_plan)
         num_tokens = min(_COUNTED_TOKENS, layer.sliding_window or _COUNTED_TOKENS)
         has_scales = not all(side.is_auto for side in layer_plan)
-        pool = layer.store.pool
+        pool = layer.pool
         num_bytes += make_page_layout(
             pool.num_heads, num_tokens, pool.k_dim, pool.v_dim, k_dtype, v_dtype, has_scales
         ).size

@@ -183,7 +183,7 @@ class FixedPages(LayerGroup):
         self.budget.check(table.count_needed(start, stop, table.batch))
         table.reserve(start, stop, table.batch)
         for member, member_length in member_lengths.items():
-            self.update_first_intact(member, member_length)
+            self.find_first_intact(member, member_length)
         stop_page = -(-length // page_size)
         for column in range(max(stop_page - ring_size, ring_size), stop_page):
             columns = [column, column % ring_size]
@@ -198,12 +198,12 @@ class FixedPages(LayerGroup):
         lengths = torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist()
         return dict(zip(self.device_lengths, lengths, strict=True))
 
-    def update_first_intact(self, member: int, length: int) -> int:
-        """Update `first_intact` of a member that has `length` tokens, and return it."""
+    def find_first_intact(self, member: int, num_stored: int) -> int:
+        """Update `first_intact` of a member that has `num_stored` tokens, and return it."""
         first_intact = self.first_intact.get(member, 0)
         ring_size = self.ring_size
         if ring_size:
-            first_page = max(length - 1, 0) // self.page_size - ring_size + 1
+            first_page = max(num_stored - 1, 0) // self.page_size - ring_size + 1
             first_intact = max(first_intact, first_page * self.page_size)
         self.first_intact[member] = first_intact
         return first_intact
@@ -212,7 +212,7 @@ class FixedPages(LayerGroup):
         """Return a growing group whose table lists the logical pages in order, not as a ring."""
         fork = super().fork()
         lengths = self.read_lengths()
-        first_intact = max([0, *map(self.update_first_intact, lengths, lengths.values())])
+        first_intact = max([0, *map(self.find_first_intact, lengths, lengths.values())])
         length = max(lengths.values(), default=0)
         table = fork.table
         first_page = first_intact // self.page_size

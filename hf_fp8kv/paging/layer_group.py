@@ -330,6 +330,25 @@ class LayerGroup:
         self.table.free_before(self._find_first_needed())
         self.shrink()
 
+    def find_first_intact(self, member: int, num_stored: int) -> int:
+        """Return the first token of a layer with `num_stored` tokens that is still stored."""
+        self.settle_step()
+        return self.table.first_page * self.page_size
+
+    def check_crop(self, member: int, num_tokens: int, num_stored: int) -> None:
+        """Raise ConfigError if the last `num_tokens` tokens of a layer cannot be removed.
+
+        `num_stored` is the layer's number of tokens.
+        """
+        first_intact = self.find_first_intact(member, num_stored)
+        num_left = max(num_stored - num_tokens, 0)
+        if num_tokens and num_left and self.find_first_kept(num_left) < first_intact:
+            raise ConfigError(
+                f"crop: expected to keep a window that is still stored (from token {first_intact} "
+                f"on), got {num_tokens} of {num_stored} tokens to remove under a window of "
+                f"{self.window}. Call activate_past_recording() before these tokens are written"
+            )
+
     def clear(self) -> None:
         """Remove all tokens. The batch size may then change."""
         self.lengths[:] = [0] * len(self.lengths)

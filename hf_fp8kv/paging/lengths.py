@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from .. import ops
-from ..errors import ConfigError, OutOfPagesError
+from ..errors import OutOfPagesError
 from .fixed_pages import FixedPages
 from .layer_group import LayerGroup, LongWrite, Positions
 from .memory_blocks import make_zeros
@@ -84,12 +84,6 @@ class HostLength:
     def record(self, positions: AnyPositions) -> None:
         """Record that the tokens of a call are stored."""
         self.group.lengths[self.member] += positions.num_tokens
-
-    def check_crop(self, num_tokens: int, num_stored: int) -> None:
-        """Raise ConfigError if the last `num_tokens` tokens cannot be removed."""
-        self.group.settle_step()
-        first_token = self.group.table.first_page * self.group.page_size
-        _check_crop(self.group, num_tokens, num_stored, first_token)
 
     def set(self, length: int) -> None:
         """Keep the first `length` tokens, and free pages that have left the window."""
@@ -255,11 +249,6 @@ class DeviceLength:
                 raise OutOfPagesError.for_tokens(self.max_tokens, length, num_tokens)
             self._upper_bound = length + num_tokens
 
-    def check_crop(self, num_tokens: int, num_stored: int) -> None:
-        """Raise ConfigError if the last `num_tokens` of `num_stored` tokens cannot be removed."""
-        first_intact = self.group.update_first_intact(self.member, num_stored)
-        _check_crop(self.group, num_tokens, num_stored, first_intact)
-
     def set(self, length: int) -> None:
         """Keep the first `length` tokens."""
         if not length:
@@ -281,17 +270,3 @@ class DeviceLength:
             (len(table),), torch.int32, device
         ).copy_(self.lengths[:1])
         return True
-
-
-def _check_crop(group: LayerGroup, num_tokens: int, num_stored: int, first_intact: int) -> None:
-    """Raise ConfigError if the last `num_tokens` of `num_stored` tokens cannot be removed.
-
-    `first_intact` is the first token that is still stored.
-    """
-    num_left = max(num_stored - num_tokens, 0)
-    if num_tokens and num_left and group.find_first_kept(num_left) < first_intact:
-        raise ConfigError(
-            f"crop: expected to keep a window that is still stored (from token {first_intact} on), "
-            f"got {num_tokens} of {num_stored} tokens to remove under a window of {group.window}. "
-            "Call activate_past_recording() before these tokens are written"
-        )

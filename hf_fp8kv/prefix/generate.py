@@ -181,8 +181,7 @@ def _identify_pages(model: Any, store: PrefixStore | None, cache: FP8PagedCache)
         return ""
     try:
         layers = (
-            (layer.store.encoding.index, layer.store.group.window, layer.store.encoding.plan)
-            for layer in cache.paged_layers
+            (layer.index, layer.group.window, layer.encoding.plan) for layer in cache.paged_layers
         )
         return identify_model(model) + digest_options(cache.options, layers)
     except ConfigError as error:

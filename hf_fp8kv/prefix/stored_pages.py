@@ -213,7 +213,7 @@ class StoredPrompts:
             table = page_numbers.reshape(len(keys), -1).astype(np.int32)
             tensors[f"groups.{group_index}.table"] = torch.from_numpy(table)
             layers = []
-            group_layers = [layer for layer in cache.paged_layers if layer.store.group is group]
+            group_layers = [layer for layer in cache.paged_layers if layer.group is group]
             for index in (layer.index for layer in group_layers):
                 layers.append({"index": index, "length": length, **metadata[index]})
                 rows = [rows_by_layer[index][indices[key]] for key in used_keys]
@@ -229,7 +229,7 @@ def _copy_pages(layers: list[Any], row: int, indices: list[int]) -> list[StoredP
     """Return copies of the pages of the sequence in a row of the block table, at these indices."""
     layer_rows = []
     for layer in layers:
-        page_numbers = layer.store.group.table.rows[row, np.array(indices)]
-        layer_rows.append(layer.store.pool.memory.take(page_numbers).cpu())
-    metadata = [serialization.describe_pool(layer.store.pool) for layer in layers]
+        page_numbers = layer.group.table.rows[row, np.array(indices)]
+        layer_rows.append(layer.pool.memory.take(page_numbers).cpu())
+    metadata = [serialization.describe_pool(layer.pool) for layer in layers]
     return [StoredPage(list(rows), metadata) for rows in zip(*layer_rows, strict=True)]

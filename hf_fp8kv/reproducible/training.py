@@ -210,7 +210,7 @@ def _probe_roundings(
             owners = [
                 layer
                 for layer in cache.paged_layers
-                if layer.store.is_initialized and layer.store.pool.blocks.tensors[0] is key.block
+                if layer.pool.is_allocated and layer.pool.blocks.tensors[0] is key.block
             ]
             if len(owners) == 1 and value.block is key.block:
                 roundings[module] = StoredRounding(options, owners[0].index, key, value)

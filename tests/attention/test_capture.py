@@ -465,7 +465,7 @@ def test_reserved_pages_are_bounded(num_reserved: int, monkeypatch: pytest.Monke
     page_counts: list[int] = []
 
     def count_pages(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        page_counts.append(sum(len(store.pool.blocks) for store in cache._paged.stores))
+        page_counts.append(sum(len(layer.pool.blocks) for layer in cache._paged.layers))
         return torch.zeros(len(ids), dtype=torch.bool)
 
     prompt = {"input_ids": torch.arange(600).reshape(2, 300) % 90 + 1}

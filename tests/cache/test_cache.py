@@ -180,7 +180,7 @@ def test_scales_of_heads_that_the_config_does_not_define_are_accepted(name: str)
     model(ids, past_key_values=filled_cache)
     layer_scales = {}
     for layer in filled_cache.paged_layers:
-        k_scale = torch.full((layer.store.pool.num_heads, layer.store.pool.k_dim), 0.1)
+        k_scale = torch.full((layer.pool.num_heads, layer.pool.k_dim), 0.1)
         layer_scales[layer.index] = LayerScales(k_scale, k_scale[:, :1])
     cache = FP8PagedCache(model.config, scales=KVScales(layer_scales))
     model(ids, past_key_values=cache)

@@ -402,7 +402,7 @@ class CacheMachine(RuleBasedStateMachine):
                 if not self.is_preallocated:
                     # `cache.get_mask_sizes` would begin a step of the model.
                     assert layer.get_mask_sizes(3) == (length + 3 - start, start)
-            sizes = [layer.store.memory_footprint() for layer in cache.layers]
+            sizes = [layer.memory_footprint() for layer in cache.layers]
             num_on_device = len([size for size in sizes if size.get("pages")])
             assert self.kind != "offloaded" or num_on_device <= 2
             if not any(branch.lengths) and not self.is_preallocated:

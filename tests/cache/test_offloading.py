@@ -81,7 +81,7 @@ def assert_holds(caches: list[Any]) -> None:
 
 def check_layers_on_device(cache: FP8PagedCache) -> None:
     if cache.options.offloading is True:
-        sizes = [layer.store.memory_footprint() for layer in cache.paged_layers]
+        sizes = [layer.memory_footprint() for layer in cache.paged_layers]
         assert len([size for size in sizes if size.get("pages")]) <= 2
 
 

@@ -1,4 +1,4 @@
-"""Tests of `LayerStore.repeat`: decode steps that leave out checks give the results of full steps.
+"""Tests of `LayerStorage.repeat`: decode steps without checks give the results of full steps.
 
 test_benchmarks.py counts the calls of such a step.
 """
@@ -17,7 +17,7 @@ from benchmarks.layers import AttentionLayer, Heads, make_config
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention import fp8_paged
 from hf_fp8kv.attention.compact import make_compact
-from hf_fp8kv.cache.layer_store import LayerStore
+from hf_fp8kv.cache.layer_storage import LayerStorage
 from tests.helpers.assertions import assert_same
 from tests.ops.test_dispatch import NameRecorder, TensorSubclass
 
@@ -43,7 +43,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, call)
 
-    count(LayerStore, "repeat", "updates")
+    count(LayerStorage, "repeat", "updates")
     count(fp8_paged, "_repeat", "attention")
     return counts
 
@@ -105,7 +105,7 @@ def test_repeated_steps_give_the_same_results(
     caches = []
     for is_repeated in (True, False):
         if not is_repeated:
-            monkeypatch.setattr(LayerStore, "repeat", lambda *_: None)
+            monkeypatch.setattr(LayerStorage, "repeat", lambda *_: None)
             monkeypatch.setattr(fp8_paged, "_repeat", lambda *_: None)
         decoder = Decoder(backend, **options)
         run_results = decoder.step(PROMPT_TOKENS)
@@ -145,7 +145,7 @@ def change_dtype(decoder: Decoder) -> None:
 
 def move(decoder: Decoder) -> None:
     for layer in decoder.cache.paged_layers:
-        blocks = layer.store.pool.blocks
+        blocks = layer.pool.blocks
         blocks._set_blocks([block.clone() for block in blocks.tensors])
 
 

@@ -58,7 +58,7 @@ def add_random_tokens(caches: list[Any], num_tokens: int) -> None:
 def check_num_pages(cache: FP8PagedCache) -> None:
     for layer in cache.layers:
         if layer.is_sliding:
-            assert layer.store.memory_footprint()["pages"] <= MAX_PAGES * BATCH_SIZE * PAGE_BYTES
+            assert layer.memory_footprint()["pages"] <= MAX_PAGES * BATCH_SIZE * PAGE_BYTES
 
 
 def assert_same_layers(

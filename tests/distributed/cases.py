@@ -87,7 +87,7 @@ def make_generate_case(attention: str, kind: str | None, **keywords: Any) -> Cas
         scales = None if kind is None else make_scales(kind, model)
         cache = FP8PagedCache(model.config, scales=scales, **{**STORED, **keywords}, **rank_options)
         tokens = generate(model, cache)
-        return {"tokens": tokens, "heads": cache.layers[0].store.pool.num_heads}
+        return {"tokens": tokens, "heads": cache.layers[0].pool.num_heads}
 
     return run
 
@@ -110,7 +110,7 @@ def make_latents_case(**keywords: Any) -> Case:
     def run(model: Any, rank_options: RankOptions, folder: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **rank_options)
         tokens = generate(model, cache)
-        return [tokens, cache.layers[0].store.pool.num_heads, check_model(model).path]
+        return [tokens, cache.layers[0].pool.num_heads, check_model(model).path]
 
     return run
 

@@ -166,7 +166,7 @@ def test_layers_with_different_lengths_keep_all_tokens(device: torch.device) -> 
         outputs = []
         for cache in caches:
             change(cache)
-            keys, values = cache.layers[index].store.make_stored_handles()
+            keys, values = cache.layers[index].make_stored_handles()
             outputs.append(fp8_paged_attention(torch.nn.Module(), query, keys, values, None)[0])
         torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
 

@@ -16,7 +16,6 @@ from hf_fp8kv.errors import OutOfPagesError
 from hf_fp8kv.formats import LayerPlan, SidePlan
 from hf_fp8kv.paging.block_table import BlockTable
 from hf_fp8kv.paging.layer_group import LayerGroup
-from hf_fp8kv.paging.lengths import HostLength
 from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 
@@ -171,7 +170,7 @@ def test_a_refused_step_keeps_pages_before_the_window_for_a_crop(max_pages, stop
         sliding_group.reserve(8, stop, 1)
     table, full_table = sliding_group.table, full_group.table
     assert (table.first_page, table.num_columns, full_table.num_columns) == (0, 2, 2)
-    HostLength(sliding_group, 0).check_crop(1, sliding_group.length)
+    sliding_group.check_crop(0, 1, sliding_group.length)
     # The page of the first four tokens, which the step frees, counts as available.
     budget.max_pages = 5
     sliding_group.reserve(8, 12, 1)

@@ -288,7 +288,7 @@ MUTANTS = (
         "tests/cache/test_machine.py",
     ),
     Mutant(
-        "window: a long call reads zeros before it", "cache/layer_store.py",
+        "window: a long call reads zeros before it", "cache/layer_storage.py",
         "block[:, :num_old] = old_rows.unflatten(0, (batch, num_old))", "pass",
         "tests/prefix/test_reuse.py",
     ),
@@ -426,12 +426,12 @@ MUTANTS = (
     ),
     # Captured steps.
     Mutant(
-        "repeat: tokens of another layout are written", "cache/layer_store.py",
+        "repeat: tokens of another layout are written", "cache/layer_storage.py",
         " or record.layout != describe_tokens(key, value):", ":",
         "tests/cache/test_repeated_steps.py",
     ),
     Mutant(
-        "repeat: a new block table is ignored", "cache/layer_store.py",
+        "repeat: a new block table is ignored", "cache/layer_storage.py",
         "if positions.version != record.version:", "if False:",
         "tests/cache/test_repeated_steps.py",
     ),

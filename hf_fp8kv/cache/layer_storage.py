@@ -1,4 +1,4 @@
-"""`LayerStore`: the pages of one layer, with the layer's encoding and length."""
+"""`LayerStorage`: the pages of one layer, with the layer's encoding and length."""
 
 import weakref
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class DecodeRecord:
     """A decode step of a layer, to repeat for steps that differ only in their values.
 
     Nearly all host time of a decode step is spent on checks and lookups whose results are the same
-    in each step. `LayerStore.repeat` leaves them out. A record is an attribute of the `Pages`, so
+    in each step. `LayerStorage.repeat` leaves them out. A record is an attribute of the `Pages`, so
     it is dropped with them.
 
     Attributes:
@@ -57,8 +57,8 @@ def describe_tokens(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-class LayerStore:
-    """The stored keys and values of one layer.
+class LayerStorage:
+    """The stored keys and values of one layer, the base class of `FP8PagedLayer`.
 
     Attributes:
         encoding: Encoding of K and V.
@@ -66,8 +66,7 @@ class LayerStore:
         pool: The pages, shared with forks.
         num_query_heads: Number of query heads in this process, or 0 if it is not known.
         indexer: Keys of the layer's indexer, or None.
-        next_store: Weak reference to the store of the next layer. The last layer refers to
-            the first.
+        next_layer: Weak reference to the next layer. The last layer refers to the first.
     """
 
     def __init__(
@@ -84,14 +83,9 @@ class LayerStore:
         self.pool = pool
         self.num_query_heads = num_query_heads
         self.indexer = indexer
-        self.next_store: weakref.ref[LayerStore] = weakref.ref(self)
+        self.next_layer: weakref.ref[LayerStorage] = weakref.ref(self)
 
-    @property
-    def is_initialized(self) -> bool:
-        """Whether the pool is allocated, and the encoding prepared. A fork may have freed it."""
-        return self.pool.is_allocated
-
-    def allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the pool for tokens of these shapes.
 
         Raises:
@@ -99,9 +93,9 @@ class LayerStore:
             ConfigError: The split of the model does not match `tensor_parallel`.
             OutOfPagesError: A preallocated cache would exceed its budget.
         """
-        self.encoding.prepare(key, value)
-        self.length.allocate(key.shape[0], self.encoding.device)
-        self._allocate_pool(key, value)
+        self.encoding.prepare(key_states, value_states)
+        self.length.allocate(key_states.shape[0], self.encoding.device)
+        self._allocate_pool(key_states, value_states)
 
     def _allocate_pool(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not self.pool.is_allocated:
@@ -143,11 +137,12 @@ class LayerStore:
     def reserve(self, key: torch.Tensor, value: torch.Tensor) -> AnyPositions:
         """Reserve pages for new tokens, on the device of the model's layer.
 
-        Raises the errors of `allocate` and of `length.reserve`. The layer then has the same tokens.
+        Raises the errors of `lazy_initialization` and of `length.reserve`. The layer then has the
+        same tokens.
         """
         encoding = self.encoding
         is_compiling = torch.compiler.is_compiling()
-        is_allocated = self.is_initialized
+        is_allocated = self.pool.is_allocated
         if not is_allocated:
             encoding.prepare(key, value)
         elif not is_compiling and key.device != encoding.device:
@@ -306,7 +301,7 @@ class LayerStore:
 
     def update_table(self) -> None:
         """Apply a change of a preallocated group's block table or device, in place if possible."""
-        if isinstance(self.length, DeviceLength) and self.is_initialized:
+        if isinstance(self.length, DeviceLength) and self.pool.is_allocated:
             offsets = self.pool.blocks.offsets
             self.pool.memory.grow(self.group.capacity)
             has_moved = self.length.update_table(self.encoding.device)
@@ -317,14 +312,14 @@ class LayerStore:
         """Move pages to the layer's device. With offloading, also fetch the next layer's pages."""
         memory = self.pool.memory
         if isinstance(memory, OffloadedLayer):
-            next_store = self.next_store() or self
-            next_memory = next_store.pool.memory
+            next_layer = self.next_layer() or self
+            next_memory = next_layer.pool.memory
             assert isinstance(next_memory, OffloadedLayer)
             memory.budget.fetch_layers(
                 memory,
                 self.group.find_visible_pages(self.length.member),
                 next_memory,
-                next_store.group.find_visible_pages(next_store.length.member),
+                next_layer.group.find_visible_pages(next_layer.length.member),
             )
         elif memory.tensors[0].device != self.encoding.device:
             self.move_memory(self.encoding.device)
@@ -363,7 +358,7 @@ class LayerStore:
         if self.pool.is_allocated:
             self.encoding.prepare(*self.pool.make_empty_kv(self.group.table.batch))
 
-    def copy_from(self, source: "LayerStore") -> None:
+    def copy_from(self, source: "LayerStorage") -> None:
         """Copy the contents of a growing layer to this new preallocated layer.
 
         Each sequence gets separate pages.
@@ -372,11 +367,11 @@ class LayerStore:
         table = source.group.table
         num_stored = source.length.count_stored()
         assert isinstance(length, DeviceLength)
-        if not source.is_initialized:
+        if not source.pool.is_allocated:
             return
         if self.indexer is not None and num_stored:
             self.indexer.set_tensors(get_indexer_tensors(source.indexer), num_stored)
-        self.allocate(*source.pool.make_empty_kv(table.batch))
+        self.lazy_initialization(*source.pool.make_empty_kv(table.batch))
         # A ring only holds the last pages.
         group = length.group
         stop = table.num_columns
@@ -391,10 +386,10 @@ class LayerStore:
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host` and `other`.
 
-        An uninitialized layer has only `other`.
+        A layer without a pool has only `other`.
         """
         indexer_bytes = sum(tensor.nbytes for tensor in get_indexer_tensors(self.indexer).values())
-        if not self.is_initialized:
+        if not self.pool.is_allocated:
             return {"other": indexer_bytes}
         sizes = {"other": indexer_bytes, **self.pool.memory_footprint()}
         sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.list_scales_and_center())
