@@ -115,6 +115,8 @@ def calibrate(
         )
     if not SCALE_FORMATS[format_name].is_lossless:
         options = {"center": False, "granularity": SCALE_FORMATS[format_name].granularity} | options
+    if not out:
+        raise typer.BadParameter("expected a folder, got ''", param_hint="--out")
     folder = Path(out)
     copy_folder = Path(out) / COPY_FOLDER
     with handle_log(log := WarningLog()):

@@ -16,10 +16,10 @@ from transformers import BatchEncoding, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.calibration.divergence import compute_logits, compute_scores
+from hf_fp8kv.calibration.divergence import compute_scores
 from hf_fp8kv.card.caches import count_bytes
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.modeling.model_support import CACHE, find_max_positions
+from hf_fp8kv.modeling.model_support import CACHE, find_max_positions, with_cache
 from hf_fp8kv.scales.kv_scales import warn_if_stale
 from hf_fp8kv.utils.terminal import build_table, format_size
 from hf_fp8kv.utils.text import suggest
@@ -194,10 +194,12 @@ def _score_prompt(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Return the logits of the last prompt tokens, which a second call reads."""
     num_scored = min(_SCORED_TOKENS, ids.shape[1] - 1)
     read_ids, scored_ids = ids.tensor_split([ids.shape[1] - num_scored], dim=1)
-    compute_logits(model, read_ids, cache, scored=False)
-    if not num_scored:
-        return torch.empty(0)
-    return compute_logits(model, scored_ids, cache, scored=True)
+    with torch.no_grad():
+        model(read_ids, **with_cache(model, cache))
+        if not num_scored:
+            return torch.empty(0)
+        logits: torch.Tensor = model(scored_ids, **with_cache(model, cache)).logits
+    return logits.float()
 
 
 def compare_tokens(stock_run: Run, paged_run: Run) -> dict[str, int | None]:

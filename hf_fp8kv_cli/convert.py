@@ -49,7 +49,7 @@ def convert(
 
     Scales that the format cannot hold are reduced with a warning, so that nothing saturates.
     """
-    if Path(out).suffix in (".json", ".safetensors"):
+    if not out or Path(out).suffix in (".json", ".safetensors"):
         raise typer.BadParameter(
             f"expected a folder (the format names the files in it), got {out!r}", param_hint="OUT"
         )

@@ -35,9 +35,9 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". Only an issue may raise a budget.
 BUDGETS = {
-    "__init__": 31, "attention": 1366, "cache": 2048, "calibration": 971, "card": 562, "cli": 701,
-    "enabling": 249, "errors": 23, "formats": 198, "modeling": 479, "ops": 3021, "paging": 1098,
-    "prefix": 1075, "reproducible": 347, "scales": 1618, "server": 2453, "serving": 1191,
+    "__init__": 31, "attention": 1354, "cache": 2033, "calibration": 977, "card": 562, "cli": 705,
+    "enabling": 249, "errors": 23, "formats": 198, "modeling": 479, "ops": 3010, "paging": 1100,
+    "prefix": 1075, "reproducible": 347, "scales": 1621, "server": 2490, "serving": 1191,
     "utils": 448, "vllm": 519,
 }  # fmt: skip
 

@@ -20,6 +20,28 @@ from .divergence import make_last_logit_kwargs
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
+class _ObservedCache(DynamicCache):
+    """A `DynamicCache` that also passes the index, K and V of each layer to a function."""
+
+    def __init__(self, config: Any, observe_layer: Callable[[int, Tensor, Tensor], None]) -> None:
+        super().__init__(config=config)
+        self._observe_layer = observe_layer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._observe_layer(layer_idx, key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _list_vectors(states: Tensor, is_token: Tensor | None) -> Tensor:
+    """Return the vectors of all tokens in states `[B, H, T, D]`, `[N, H, D]`, without padding."""
+    # Sums are in float64, which MPS does not support.
+    states = states.cpu() if states.device.type == "mps" else states
+    rows = states.detach().transpose(1, 2)
+    return rows.flatten(0, 1) if is_token is None else rows[is_token.to(rows.device)]
+
+
 def make_nonfinite_error(layer_index: int, side_name: str) -> ConfigError:
     """Return the error for NaN or infinity in a layer. `side_name` is "K", "V" or "K and V"."""
     return ConfigError(
@@ -81,21 +103,12 @@ def observe(
         lengths = torch.tensor([*map(len, windows)], device=device)
         is_token = torch.arange(ids.shape[1], device=device) < lengths[:, None]
         inputs["attention_mask"] = is_token.long()
-    cache: Any = DynamicCache(config=model.config)
-    update = cache.update
 
-    def remove_padding(states: Tensor) -> Tensor:  # [B, H, T, D] -> [N, H, D]
-        # Sums are in float64, which MPS does not support.
-        states = states.cpu() if states.device.type == "mps" else states
-        rows = states.detach().transpose(1, 2)
-        return rows.flatten(0, 1) if is_token is None else rows[is_token.to(rows.device)]
+    def observe_layer(index: int, key: Tensor, value: Tensor) -> None:
+        if index in layer_indices:
+            on_states(index, _list_vectors(key, is_token), _list_vectors(value, is_token))
 
-    def observe_update(k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx in layer_indices:
-            on_states(layer_idx, remove_padding(k), remove_padding(v))
-        return update(k, v, layer_idx, *args, **kwargs)
-
-    vars(cache)["update"] = observe_update
+    cache: Any = _ObservedCache(model.config, observe_layer)
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
         inputs |= {f"decoder_{name}": value for name, value in inputs.items()}

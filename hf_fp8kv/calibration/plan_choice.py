@@ -501,7 +501,7 @@ def read_states(
     with the position, so K of a single position does not show its center and outliers.
     """
     first_positions = _list_first_positions(model, max(map(len, windows)))[:max_positions]
-    states_by_layer: dict[int, list[LayerStates]] = {index: [] for index in layer_indices}
+    states_by_layer: dict[int, list[LayerStates]] = {index: [] for index in sorted(layer_indices)}
     for window in windows:
         for first_position in first_positions:
             try:

@@ -157,7 +157,10 @@ class BlockTable:
         """Free the pages that only have tokens from `length` on."""
         num_kept = max(self._count_pages(length), self.first_page)
         if num_kept < self.num_columns:
-            self.replace_rows(self.rows[:, :num_kept], self.first_page)
+            freed_pages = self.rows[:, num_kept:]
+            self._mark_changed()
+            self.rows = self.rows[:, :num_kept]
+            self.allocator.free(freed_pages)
 
     def count_freed_before(self, token: int) -> int:
         """Return the number of pages that `free_before` would free."""
@@ -185,9 +188,12 @@ class BlockTable:
         """Free the pages that only have tokens before `token`."""
         first_kept = min(token // self.page_size, self.num_columns)
         if first_kept > self.first_page:
-            rows = self.rows.copy()
-            rows[:, :first_kept] = NO_PAGE
-            self.replace_rows(rows, first_kept)
+            freed_columns = self.rows[:, self.first_page : first_kept]
+            freed_pages = freed_columns.copy()
+            self._mark_changed()
+            self.first_page = first_kept
+            freed_columns[:] = NO_PAGE
+            self.allocator.free(freed_pages)
 
     def replace_rows(self, rows: IntArray, first_page: int) -> None:
         """Replace the rows. Columns of the new rows from `first_page` on are in use.

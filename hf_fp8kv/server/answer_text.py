@@ -166,16 +166,22 @@ class AnswerDecoder:
     def _read_calls(self, tool: str) -> list[AnswerPart]:
         """Return the complete calls in the text, which may be truncated.
 
-        If the text is only the beginning of the first call, return it as text.
+        If the text is only the beginning of the first call, or a stop string ended it, return it as
+        text.
         """
         text = self._held_text
-        calls = [AnswerPart(self.num_tokens, call=(tool, text))] if tool else []
+        calls: list[AnswerPart] = []
+        if tool and not self.is_stopped:
+            calls.append(AnswerPart(self.num_tokens, call=(tool, text)))
         position = len("[")
         decode = json.JSONDecoder().raw_decode
         with contextlib.suppress(ValueError):
             while not tool and position < len(text):
-                call, position = decode(text, position)
-                arguments = json.dumps(call["parameters"])
+                start = position
+                call, position = decode(text, start)
+                # The grammar fixes the text before the parameters, whose numbers stay as they are.
+                prefix = f'{{"name": {json.dumps(call["name"])}, "parameters": '
+                arguments = text[start + len(prefix) : position - len("}")]
                 calls.append(
                     AnswerPart(
                         self.num_tokens, call=(call["name"], arguments), call_index=len(calls)

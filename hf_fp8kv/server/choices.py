@@ -9,8 +9,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.cli.serving.utils import build_response_parser
+from transformers.cli.serving.utils import build_response_parser, get_response_template
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from ..utils.warn_once import warn_once
 from .answer_text import AnswerDecoder, AnswerPart
 from .engine import Engine
 from .errors import UNSUPPORTED_CODE, APIError
@@ -25,6 +27,11 @@ _DEFAULT_NEW_TOKENS = 1024  # if a request does not limit its new tokens
 _MAX_RUNNING_ANSWERS = 16
 # The function of transformers 5.18 has no argument for tools.
 _PARSER_ACCEPTS_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
+
+_ANCHOR_WARNING = (
+    "the chat template does not begin answers like a template of {}, with {!r}, so an answer that "
+    "the template begins (such as reasoning) is not recognized"
+)
 
 
 @dataclass(eq=False)
@@ -127,11 +134,22 @@ class ChoiceMaker:
         return choices
 
     def _build_parser(self, body: AnyBody, prompt: list[int]) -> Any:
-        if isinstance(body, CompletionBody):
+        """Return transformers' parser of answers in a chat, or None.
+
+        The parser reads the part of the prompt that begins the answer. Without the anchor of this
+        part, transformers would put the whole prompt into the answer.
+        """
+        tokenizer = self._served_model.tokenizer
+        model = self._served_model.model
+        template = get_response_template(tokenizer, model)
+        if template is None or isinstance(body, CompletionBody):
             return None
+        anchor = load_response_template(template).start_anchor_re
+        if anchor is not None and not anchor.search(tokenizer.decode(prompt)):
+            warn_once(_ANCHOR_WARNING.format(type(model).__name__, anchor.pattern))
+            prompt = []
         tools = {"tools": body.template_tools} if _PARSER_ACCEPTS_TOOLS else {}
-        served_model = self._served_model
-        return build_response_parser(served_model.tokenizer, served_model.model, prompt, **tools)
+        return build_response_parser(tokenizer, model, prompt, **tools)
 
     def _get_default(self, body: AnyBody, name: str) -> Any:
         return getattr(

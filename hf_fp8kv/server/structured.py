@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
@@ -163,6 +163,7 @@ def _check_limits(field: str, text: str, *schemas: dict[str, Any]) -> None:
             field,
             f"expected multipleOf with a sum and a common multiple of at most {_MAX_MULTIPLE}",
         )
+    _check_integers(field, objects)
     entries = [value.get("patternProperties") for value in objects]
     key_patterns = list(chain.from_iterable(entry for entry in entries if isinstance(entry, dict)))
     if len(key_patterns) > _MAX_PATTERN_PROPERTIES:
@@ -172,6 +173,26 @@ def _check_limits(field: str, text: str, *schemas: dict[str, Any]) -> None:
     patterns = [value["pattern"] for value in objects if isinstance(value.get("pattern"), str)]
     if sum(map(len, key_patterns + patterns)) > MAX_REGEX_LENGTH:
         raise make_field_error(field, f"expected patterns of at most {MAX_REGEX_LENGTH} characters")
+
+
+def _check_integers(field: str, objects: Sequence[dict[str, Any]]) -> None:
+    """Raise APIError for numbers that llguidance would change.
+
+    It reads constants as float64, and clamps the bounds of integers to int64.
+    """
+    for value in objects:
+        enum = value.get("enum")
+        constants = [value.get("const"), *(enum if isinstance(enum, list) else ())]
+        if any(type(number) is int and abs(number) > 2**53 for number in constants):
+            raise make_field_error(field, "expected integers from -2^53 to 2^53 in const and enum")
+        lower = [value.get(name) for name in ("minimum", "exclusiveMinimum")]
+        upper = [value.get(name) for name in ("maximum", "exclusiveMaximum")]
+        is_integer = value.get("type") == "integer"
+        if is_integer and (
+            any(isinstance(bound, int | float) and bound >= 2**63 for bound in lower)
+            or any(isinstance(bound, int | float) and bound < -(2**63) for bound in upper)
+        ):
+            raise make_field_error(field, "expected a range of integers that contains an int64")
 
 
 class Guide:

@@ -1,5 +1,6 @@
 """Tests of `calibrate`: observed values, scales, centers, plans, and architectures."""
 
+import gc
 import itertools
 import math
 from collections import defaultdict
@@ -10,6 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, calibrate, choose_plan
 from hf_fp8kv.calibration import plan_choice
+from hf_fp8kv.calibration.observe import observe
 from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.calibration.static_scales import compute_scale, search_head_scales
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
@@ -325,3 +327,15 @@ def test_a_layer_without_calls_gets_no_scales(caplog):
 def test_speech_models_are_refused():
     with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
         calibrate(build_variant("seq2seq/whisper")[0], make_texts(), **OPTIONS)
+
+
+def test_observed_states_are_freed_without_a_collection():
+    model, _ = build_variant("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        observe(model, make_texts(2), frozenset({0}), lambda *_: None)
+        caches = [item for item in gc.get_objects() if isinstance(item, DynamicCache)]
+    finally:
+        gc.enable()
+    assert not caches

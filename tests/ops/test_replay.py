@@ -95,10 +95,10 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Record all launches instead of running kernels, as for sm_90."""
     recorded = Launches()
-    empty_like = torch.empty_like
+    empty_strided = torch.empty_strided
 
     def empty(*args: Any, **options: Any) -> Tensor:
-        recorded.allocated.append(empty_like(*args, **options))
+        recorded.allocated.append(empty_strided(*args, **options))
         return recorded.allocated[-1]
 
     monkeypatch.setattr(
@@ -110,7 +110,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(InterpretedFunction, "params", params, raising=False)
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7))
     monkeypatch.setattr(triton.runtime, "driver", driver)
-    monkeypatch.setattr(torch, "empty_like", empty)
+    monkeypatch.setattr(torch, "empty_strided", empty)
     monkeypatch.setattr(replay, "_CAN_REPLAY", True)
     forget_recordings()
     with assuming(SM_90):

@@ -1,6 +1,7 @@
 """Tests of request fields, such as log-probabilities, penalties, several answers and tools."""
 
 import json
+import shutil
 from collections import defaultdict
 from itertools import chain
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
@@ -510,6 +513,36 @@ def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(
     calls = [part.call for part in parts if part.call]
     assert [(name, json.loads(arguments)) for name, arguments in calls] == expected_calls
     assert len(parts) == len(expected_calls) + bool(expected_text)
+
+
+def test_the_numbers_of_a_call_stay_as_the_model_wrote_them(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    decoder = AnswerDecoder(tokenizer, forced_tool="")
+    decoder.add_tokens(encode('[{"name": "f", "parameters": {"x": 1e999}}]'))
+    assert [part.call for part in decoder.finish()] == [("f", '{"x": 1e999}')]
+
+
+def test_a_stop_string_makes_a_forced_call_a_text(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    decoder = AnswerDecoder(tokenizer, forced_tool="f", stop_strings=("y",))
+    decoder.add_tokens(encode('{"x": "y"}'))
+    assert join_parts(decoder.finish()) == ('{"x": "', "")
+    assert decoder.num_calls == 0
+
+
+def test_an_answer_does_not_begin_with_a_prompt_of_another_template(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = Qwen3Config(
+        vocab_size=95, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=320,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    with HostedServer(str(tmp_path)) as server:
+        answer = server.answer(
+            CHAT, messages=[{"role": "user", "content": "a secret"}], max_tokens=4
+        )
+    assert len(answer["choices"][0]["message"]["content"]) == 4
 
 
 MISSING_TOOL_CHOICE = {"type": "function", "function": {"name": "missing"}}

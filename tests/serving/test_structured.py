@@ -255,6 +255,8 @@ INVALID_GRAMMARS = {
     "not satisfiable": (wrap_schema({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA_FIELD),
     "a huge text": (wrap_schema({"enum": ["x" * 70_000]}), SCHEMA_FIELD),
     "not finite": (wrap_schema({"type": "integer", "multipleOf": 1e999}), SCHEMA_FIELD),
+    "no int64": (wrap_schema({"type": "integer", "minimum": 2**63}), SCHEMA_FIELD),
+    "inexact constant": (wrap_schema({"enum": [2**53 + 1]}), SCHEMA_FIELD),
     "many states": (wrap_schema({"type": "integer", "multipleOf": 1_000_003}), SCHEMA_FIELD),
     "many patterns": (wrap_schema({"patternProperties": MANY_PATTERNS}), SCHEMA_FIELD),
     "long patterns": (wrap_schema({"items": {"pattern": "a?" * 5_000}}), SCHEMA_FIELD),

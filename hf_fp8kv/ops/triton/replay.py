@@ -234,9 +234,9 @@ def _compile_replay(
     """
     allocations = recorded.allocations
     # The target is kept alive, because its `id` is in the key. `torch.empty` would take nearly
-    # twice as long as `torch.empty_like`.
+    # twice as long as `torch.empty_strided`. A tensor to imitate could be in a CUDA graph's pool.
     objects: dict[str, Any] = {
-        "allocate": torch.empty_like,
+        "empty": torch.empty_strided,
         "get_stream": triton.runtime.driver.active.get_current_stream,
         "misaligned": _MISALIGNED,
         "target": target,
@@ -267,9 +267,12 @@ def _compile_replay(
     if _are_aligned(addresses):
         source_lines.append(f"if ({' | '.join(names)}) & 15: return misaligned")
     for index, tensor in enumerate(allocations):
-        # A tensor of this shape with the memory of a single element
-        template = tensor.new_empty(1).expand(tensor.shape)
-        source_lines.append(f"m{index} = allocate({name_object(template)})")
+        shape = name_object(tuple(tensor.shape))
+        stride = name_object(tensor.stride())
+        dtype = name_object(tensor.dtype)
+        source_lines.append(
+            f"m{index} = empty({shape}, {stride}, dtype={dtype}, device={name_object(device)})"
+        )
     source_lines.append(f"stream = get_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
         # No metadata and no hooks, because `_allows_replay` excludes them.

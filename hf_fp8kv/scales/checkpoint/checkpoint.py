@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
 
 from ...errors import ScaleError
 from ...utils.files import read_header, read_json, read_weight_map
+from ...utils.text import format_value
 from .configs import HF_QUANT_CONFIG, Config, Declaration, find_declaration
 from .tensor_names import LIKELY_SCALE_PATTERN
 
@@ -56,7 +57,13 @@ class LocalFolder:
     def find_file(self, name: str) -> Path | None:
         """Return the path of a file, or None if it does not exist."""
         path = self.root / name
-        return path if path.is_file() else None
+        try:
+            return path if path.is_file() else None
+        except OSError as error:  # for example if the name is too long
+            raise ScaleError(
+                f"{self.origin}: expected the name of a file, got {format_value(name)}: "
+                f"{error.strerror}. Correct the file that names it"
+            ) from error
 
     def list_tensors(self, name: str) -> list[str] | None:
         """Return the tensor names of a safetensors file, or None if there is no such file."""
