@@ -141,7 +141,10 @@ class StoredLayer:
         page_indices = positions // page_size
         slots = positions % page_size
         _copy_tokens(
-            self.pages, chunk.old_slots, scratch, (page_indices[:num_old], slots[:num_old])
+            self.pages.regions,
+            chunk.old_slots,
+            scratch.regions,
+            (page_indices[:num_old], slots[:num_old]),
         )
         span = slice(chunk.first_token, chunk.first_token + chunk.num_new)
         lengths = torch.full((1,), num_tokens, dtype=torch.int32, device=query.device)
@@ -157,19 +160,25 @@ class StoredLayer:
         )
         first_kept = num_tokens - len(chunk.kept_slots[0])
         _copy_tokens(
-            scratch, (page_indices[first_kept:], slots[first_kept:]), self.pages, chunk.kept_slots
+            scratch.regions,
+            (page_indices[first_kept:], slots[first_kept:]),
+            self.pages.regions,
+            chunk.kept_slots,
         )
 
 
 def _copy_tokens(
-    source: Pages, source_locations: _Locations, target: Pages, target_locations: _Locations
+    source: dict[str, torch.Tensor],
+    source_locations: _Locations,
+    target: dict[str, torch.Tensor],
+    target_locations: _Locations,
 ) -> None:
-    """Copy the bytes of stored tokens from `source_locations` to `target_locations`."""
+    """Copy the bytes of stored tokens between `Pages.regions` of the same layout."""
     page_indices, slots = source_locations
     target_pages, target_slots = target_locations
-    for name, region in source.regions.items():
-        target_region = target.regions[name]
-        if name == "v":  # slots are the last axis
-            target_region[target_pages, :, :, target_slots] = region[page_indices, :, :, slots]
-        else:
-            target_region[target_pages, :, target_slots] = region[page_indices, :, slots]
+    target["k"][target_pages, :, target_slots] = source["k"][page_indices, :, slots]
+    target["v"][target_pages, :, :, target_slots] = source["v"][page_indices, :, :, slots]
+    if "token_scales" in source:
+        target["token_scales"][target_pages, :, target_slots] = source["token_scales"][
+            page_indices, :, slots
+        ]
